@@ -1,0 +1,324 @@
+"""SparseCache: a transformers Cache whose layers also hold what selection and prediction need.
+
+K/V lie in preallocated buffers [B, H, capacity, D] that grow geometrically. All side state hangs off the cache and
+follows every verb of it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .config import LayerPlan, SparseConfig
+from .predictor import Memory
+from .selectors import SELECTORS
+from .tokens import Step, Tokens
+
+if TYPE_CHECKING:
+    from .report import Statistics
+
+_GRANULE = 64  # columns; capacities are multiples of it
+
+
+class SparseLayer(CacheLayerMixin):
+    """K/V of one layer and its side state: block summaries, EMA and last winners."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, max_length: int | None = None) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.is_compileable = max_length is not None
+        self.plan: LayerPlan | None = None
+        self._empty()
+
+    def _empty(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.is_initialized = False
+        self.length = 0
+        self.summaries: tuple[torch.Tensor, ...] = ()
+        self.summarised = 0  # columns that the summaries cover
+        self.memory = Memory()
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.keys is None else self.keys.shape[0]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one KV head: key and value."""
+        return sum(buffer.shape[3] * buffer.element_size() for buffer in (self.keys, self.values))
+
+    @property
+    def bytes_per_summary(self) -> int:
+        """Of one block of one KV head."""
+        return sum(tensor[0, 0, 0].numel() * tensor.element_size() for tensor in self.summaries)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.device = key_states.device
+        columns = self._room_for(key_states.shape[2])
+        for name, states in (("keys", key_states), ("values", value_states)):
+            batch, heads, _, dim = states.shape
+            setattr(self, name, states.new_zeros((batch, heads, columns, dim), requires_grad=False))
+        self.is_initialized = True
+
+    def _room_for(self, columns: int) -> int:
+        if self.max_length is not None:
+            return self.max_length
+        return -(-(columns + max(256, columns // 4)) // _GRANULE) * _GRANULE
+
+    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Raise ValueError for states that don't fit this layer. Nothing was written yet."""
+        if key_states.is_meta or value_states.is_meta:
+            raise ValueError("key and value states: expected tensors with data, got meta tensors")
+        length = self.length + key_states.shape[2]
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"cache: expected at most max_length={self.max_length} tokens, got {length}")
+        if not self.is_initialized:
+            return
+        for name, states, buffer in (("key", key_states, self.keys), ("value", value_states, self.values)):
+            expected = (*buffer.shape[:2], buffer.shape[3])
+            got = (*states.shape[:2], states.shape[3])
+            if got != expected or states.dtype != buffer.dtype or states.device != self.device:
+                raise ValueError(
+                    f"{name} states: expected [B, H, D] = {list(expected)} in {buffer.dtype} on {self.device}, "
+                    f"got {list(got)} in {states.dtype} on {states.device}; call cache.reset(), or make another cache"
+                )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, and return all K/V: views of the columns in use, or with `max_length` the whole buffers."""
+        self.check(key_states, value_states)
+        begin, end = self.length, self.length + key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif end > self.capacity:
+            grown = (0, 0, 0, self._room_for(end) - self.capacity)
+            self.keys = torch.nn.functional.pad(self.keys, grown)
+            self.values = torch.nn.functional.pad(self.values, grown)
+        self.keys[:, :, begin:end] = key_states.detach()
+        self.values[:, :, begin:end] = value_states.detach()
+        self.length = end
+        self.memory.open(begin)
+        if self.max_length is not None:
+            return self.keys, self.values
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def summarise(self, kernels: Any, valid: torch.Tensor, start: torch.Tensor) -> None:
+        """Bring the block summaries up to the last column."""
+        selector, size = SELECTORS[self.plan.selector], self.plan.block_size
+        blocks = -(-self.capacity // size)
+        if not self.summaries:
+            self.summaries = selector.allocate(self.keys, blocks)
+        elif self.summaries[0].shape[2] < blocks:
+            more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2])
+            self.summaries = tuple(torch.cat(pair, dim=2) for pair in zip(self.summaries, more, strict=True))
+        new = self.length - self.summarised
+        if new:
+            selector.summarise(kernels, self.summaries, self.keys, valid, start, self.summarised, new, size)
+            self.summarised = self.length
+
+    def forget_blocks(self) -> None:
+        """The block grid or the validity of old columns changed: summaries and prior are made anew."""
+        self.summarised = 0
+        self.memory.clear()
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_length is None else self.max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.length + query_length if self.max_length is None else self.max_length), 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = max(self.length - abs(tokens_to_remove), 0)
+        self.memory.crop(length)
+        self.length = length
+        # A block that lost some of its tokens is recomputed when the next one arrives
+        self.summarised = min(self.summarised, length)
+
+    def reset(self) -> None:
+        self._empty()
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.keys, self.values = change(self.keys), change(self.values)
+        self.summaries = tuple(change(tensor) for tensor in self.summaries)
+        self.memory.map(change)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+
+class SparseCache(Cache):
+    """Cache of a patched model. An unpatched model given one runs stock on it.
+
+    Args:
+        model_or_config: a model, patched or not, or its config.
+        max_length: tokens to preallocate; more raise ValueError, and `is_compileable` is True. None: grows.
+        sparse_config: settings, where the model isn't patched yet. From a bare config without them, the settings of
+            the first patched model that uses the cache are adopted.
+
+    Raises:
+        ValueError: `sparse_config` and the patched model's settings differ; max_length isn't a positive int.
+    """
+
+    def __init__(
+        self, model_or_config: Any, *, max_length: int | None = None, sparse_config: SparseConfig | None = None
+    ) -> None:
+        if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length: expected None or an int >= 1, got {max_length!r}")
+        handle = getattr(model_or_config, "sparse_prr", None)
+        config = getattr(model_or_config, "config", model_or_config)
+        layers = getattr(config, "get_text_config", lambda decoder: config)(decoder=True).num_hidden_layers
+        super().__init__(layers=[SparseLayer(max_length) for _ in range(layers)])
+        self.tokens = Tokens()
+        self.sparse_config: SparseConfig | None = None
+        self.decode_columns: list[int] = []  # of every decode token the cache holds
+        self.statistics: Statistics | None = None
+        self._prompt_length: int | None = None
+        self._step: Step | None = None
+        if handle is not None:
+            self.adopt(handle.config)
+        if sparse_config is not None:
+            self.adopt(sparse_config)
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Tokens in columns below it attend densely. None: a step on an empty cache, or of more than 16 tokens, does.
+
+        generate() sets it and clears it."""
+        return self._prompt_length
+
+    @prompt_length.setter
+    def prompt_length(self, value: int | None) -> None:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"prompt_length: expected None or an int >= 0, got {value!r}")
+        self._prompt_length = value
+
+    def check_settings(self, config: SparseConfig) -> None:
+        """ValueError where the cache was made for other settings."""
+        if self.sparse_config is not None and self.sparse_config is not config and self.sparse_config != config:
+            raise ValueError(f"cache: expected the model's settings {config}, got a cache made for {self.sparse_config}")
+
+    def adopt(self, config: SparseConfig) -> None:
+        """Take on the settings of a patched model."""
+        self.check_settings(config)
+        if self.sparse_config is None:
+            for layer, plan in zip(self.layers, config.plan(len(self.layers)), strict=True):
+                layer.plan = plan
+        self.sparse_config = config
+
+    def begin(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, mask: Any, config: SparseConfig | None
+    ) -> Step:
+        """Check a forward and say what it is. Nothing is written: a refused input leaves the cache as it was.
+
+        Args:
+            key_states, value_states: [B, H, Q, D], what `append` will be given.
+            mask: the layer's attention mask, as transformers made it.
+            config: settings of the patched model that calls.
+
+        Raises:
+            ValueError: shapes, dtype, device, batch size, mask, length or settings that don't fit the cache.
+        """
+        layer = self.layers[layer_idx]
+        if config is not None:
+            self.check_settings(config)
+        layer.check(key_states, value_states)
+        batch, _, count, _ = key_states.shape
+        if layer_idx == 0:
+            kv_length, _ = layer.get_mask_sizes(count)
+            return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)
+        if self._step is None or (self._step.begin, self._step.count) != (layer.length, count):
+            raise ValueError(
+                f"cache: expected layer {layer_idx} to hold as many tokens as layer 0 before this forward, got "
+                f"{layer.length}; a forward was interrupted, call cache.reset()"
+            )
+        return self._step
+
+    def append(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        step: Step,
+        config: SparseConfig | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append what `begin` has checked to one layer, and return the layer's K/V as `SparseLayer.update` does."""
+        layer = self.layers[layer_idx]
+        keys, values = layer.update(key_states, value_states)
+        if layer_idx == 0:
+            self.tokens.commit(step, key_states.shape[0], layer.capacity, key_states.device)
+            self.decode_columns.extend(range(step.begin + step.first_decode, step.begin + step.count))
+            self._step = step
+            if config is not None:
+                self.adopt(config)
+        if step.changed:
+            layer.forget_blocks()
+        return keys, values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a stock forward calls: no mask is known, new columns count as valid."""
+        step = self.begin(key_states, value_states, layer_idx, None, None)
+        return self.append(key_states, value_states, layer_idx, step)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last |tokens_to_remove| tokens. ValueError for a positive number."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected an int <= 0, the tokens to remove, got {tokens_to_remove}")
+        length = max(self.tokens.length + tokens_to_remove, 0)
+        super().crop(tokens_to_remove)
+        self.tokens.crop(length)
+        held = [column for column in self.decode_columns if column < length]
+        if self.statistics is not None and len(held) < len(self.decode_columns):
+            self.statistics.crop_trace(len(held))
+        self.decode_columns = held
+
+    def reset(self) -> None:
+        super().reset()
+        self.tokens.reset()
+        self.decode_columns = []
+        self.statistics = None
+        self._step = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.tokens.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.tokens.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.tokens.map_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "statistics": None, "_step": None}

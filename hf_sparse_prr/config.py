@@ -1,0 +1,206 @@
+"""SparseConfig: what a user may choose, checked field by field; LayerPlan: what one layer does with it."""
+
+import dataclasses
+import math
+import numbers
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+BLOCK_SIZES = (16, 32, 64, 128)
+SELECTORS = ("auto", "quest")
+SEMANTICS = ("exact", "superset")
+HINTS = ("predicted", "previous", "none")
+KERNEL_SOURCES = ("auto", "reference")
+DEFAULT_EMA = (0.4, 0.1, 0.25)
+
+
+def _expect(condition: bool, field: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{field}: expected {expected}, got {got!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _choices(values: tuple[Any, ...]) -> str:
+    return "one of " + ", ".join(repr(value) for value in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """Settings of sparse decoding. Every field is checked: ValueError("field: expected .., got ..").
+
+    Attributes:
+        selector: how blocks are scored. "auto" is "quest" (min/max bound of each block's keys).
+        budget: tokens attended per KV head and step, forced blocks included; rounded down to whole blocks. At least
+            one block more than the forced ones. None: dense.
+        block_size: tokens in a block; "auto" is 32, Quest's bound loosens as blocks grow.
+        sink_blocks, local_blocks: first and last blocks, always attended and never predicted. The open (last) block
+            is the first of the local ones.
+        dense_layers: the first n layers stay dense; "auto" is min(2, layers - 1).
+        speculate: attend to predicted blocks while the selection is computed (PRR). "auto": where a profile says it
+            pays; there is no profile yet, so off.
+        spec_ratio: predicted blocks per selected block, any float > 0; "profile" without a profile is 1.0.
+        ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0.
+        semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
+        hint: what the top-k starts from. It never changes the result.
+        kernels: "auto" (the bundled copy), "reference" (plain torch), or a path to a built kernel repo.
+        strict: raise where the library would otherwise run something else than asked for.
+        trace: keep predicted, selected and missed blocks of every step.
+    """
+
+    selector: str = "auto"
+    budget: int | None = 4096
+    block_size: int | Literal["auto"] = "auto"
+    sink_blocks: int = 1
+    local_blocks: int = 2
+    dense_layers: int | Literal["auto"] = "auto"
+    speculate: bool | Literal["auto"] = "auto"
+    spec_ratio: float | Literal["profile"] = "profile"
+    ema: tuple[float, float, float] = DEFAULT_EMA
+    semantics: str = "exact"
+    hint: str = "predicted"
+    kernels: str | Path = "auto"
+    strict: bool = False
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        for field, choices in (("selector", SELECTORS), ("semantics", SEMANTICS), ("hint", HINTS)):
+            value = getattr(self, field)
+            _expect(value in choices, field, _choices(choices), value)
+        _expect(
+            self.block_size == "auto" or (_is_int(self.block_size) and self.block_size in BLOCK_SIZES),
+            "block_size",
+            _choices(("auto", *BLOCK_SIZES)),
+            self.block_size,
+        )
+        _expect(_is_int(self.sink_blocks) and self.sink_blocks >= 0, "sink_blocks", "an int >= 0", self.sink_blocks)
+        _expect(_is_int(self.local_blocks) and self.local_blocks >= 1, "local_blocks", "an int >= 1", self.local_blocks)
+        _expect(
+            self.dense_layers == "auto" or (_is_int(self.dense_layers) and self.dense_layers >= 0),
+            "dense_layers",
+            "'auto' or an int >= 0",
+            self.dense_layers,
+        )
+        _expect(
+            isinstance(self.speculate, bool) or self.speculate == "auto",
+            "speculate",
+            "True, False or 'auto'",
+            self.speculate,
+        )
+        _expect(
+            self.spec_ratio == "profile" or (_is_number(self.spec_ratio) and self.spec_ratio > 0),
+            "spec_ratio",
+            "'profile' or a float > 0",
+            self.spec_ratio,
+        )
+        self._check_ema()
+        self._check_budget()
+        _expect(
+            self.kernels in KERNEL_SOURCES
+            or isinstance(self.kernels, Path)
+            or (isinstance(self.kernels, str) and Path(self.kernels).is_dir()),
+            "kernels",
+            f"{_choices(KERNEL_SOURCES)}, or the path of a folder",
+            self.kernels,
+        )
+        for field in ("strict", "trace"):
+            _expect(isinstance(getattr(self, field), bool), field, "a bool", getattr(self, field))
+
+    def _check_ema(self) -> None:
+        ema = self.ema
+        good = (
+            isinstance(ema, tuple | list)
+            and len(ema) == 3
+            and all(_is_number(value) for value in ema)
+            and 0 < ema[0] <= 1
+            and 0 < ema[1] <= 1
+            and ema[2] >= 0
+        )
+        _expect(good, "ema", "(alpha, beta, gamma), alpha and beta in (0, 1], gamma >= 0", ema)
+        object.__setattr__(self, "ema", tuple(float(value) for value in ema))
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            return
+        needed = self.forced_blocks + 1
+        _expect(
+            _is_int(self.budget) and self.budget // self.tokens_per_block >= needed,
+            "budget",
+            f"None or an int >= {needed * self.tokens_per_block} ({self.forced_blocks} forced blocks and one more, "
+            f"of {self.tokens_per_block} tokens)",
+            self.budget,
+        )
+
+    @property
+    def tokens_per_block(self) -> int:
+        """block_size with "auto" resolved."""
+        return 32 if self.block_size == "auto" else self.block_size
+
+    @property
+    def forced_blocks(self) -> int:
+        """Blocks that are always attended."""
+        return self.sink_blocks + self.local_blocks
+
+    def replace(self, **overrides: Any) -> "SparseConfig":
+        """A copy with some fields changed. TypeError for names that aren't fields."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(overrides) - set(fields))
+        if unknown:
+            raise TypeError(f"unknown override {', '.join(unknown)}; the fields are {', '.join(fields)}")
+        return dataclasses.replace(self, **overrides)
+
+    def plan(self, layers: int) -> list["LayerPlan"]:
+        """What each of `layers` attention layers does. ValueError where `dense_layers` exceeds them."""
+        dense = min(2, layers - 1) if self.dense_layers == "auto" else self.dense_layers
+        _expect(dense <= layers, "dense_layers", f"at most {layers}, the model's layers", dense)
+        if self.budget is None:
+            return [LayerPlan.dense("budget=None") for _ in range(layers)]
+        blocks = self.budget // self.tokens_per_block
+        free = blocks - self.forced_blocks
+        ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
+        sparse = LayerPlan(
+            status="sparse",
+            reason="",
+            selector="quest",
+            block_size=self.tokens_per_block,
+            blocks=blocks,
+            sink_blocks=self.sink_blocks,
+            local_blocks=self.local_blocks,
+            predicted_blocks=math.floor(ratio * free) if self.speculate is True else 0,
+            ema=self.ema,
+            superset=self.semantics == "superset",
+            hint=self.hint,
+        )
+        reason = f"dense_layers={self.dense_layers!r}: the first {dense} stay dense"
+        return [LayerPlan.dense(reason) if index < dense else sparse for index in range(layers)]
+
+
+class LayerPlan(NamedTuple):
+    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted."""
+
+    status: str
+    reason: str
+    selector: str | None = None
+    block_size: int = 0
+    blocks: int = 0
+    sink_blocks: int = 0
+    local_blocks: int = 0
+    predicted_blocks: int = 0
+    ema: tuple[float, float, float] | None = None
+    superset: bool = False
+    hint: str = "none"
+
+    @classmethod
+    def dense(cls, reason: str) -> "LayerPlan":
+        return cls(status="dense", reason=reason)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the budget that are selected by score."""
+        return self.blocks - self.sink_blocks - self.local_blocks

@@ -1,0 +1,46 @@
+"""Where kernels come from: resolved once per key, never inside a step."""
+
+import os
+from functools import lru_cache
+from importlib import import_module, resources
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+REPO_ID = "hf-sparse-prr/sparse-prr"
+VERSION = 1
+
+
+class Kernels(NamedTuple):
+    """A loaded kernel repo. source: "bundled", "reference" or the path."""
+
+    module: ModuleType
+    source: str
+    version: int
+    backend: str
+
+
+def _load_folder(folder: Path, source: str) -> Kernels:
+    from kernels import get_local_kernel
+
+    module = get_local_kernel(folder)
+    return Kernels(module, source, VERSION, module.backend)
+
+
+@lru_cache(maxsize=None)
+def resolve(key: str | Path) -> Kernels:
+    """Load the kernels that `SparseConfig.kernels` names.
+
+    "auto" loads the copy of the kernel repo that comes with this package, through `kernels.get_local_kernel`;
+    "reference" imports the references without needing `kernels`; anything else is a path to a kernel repo, its
+    `build` folder or one variant.
+
+    Raises:
+        FileNotFoundError: no variant for this machine at the path.
+    """
+    if key == "reference":
+        return Kernels(import_module("hf_sparse_prr.bundled"), "reference", VERSION, "reference")
+    if key == "auto":
+        with resources.as_file(resources.files("hf_sparse_prr.bundled")) as folder:
+            return _load_folder(folder, "bundled")
+    return _load_folder(Path(os.fspath(key)), str(key))

@@ -1,0 +1,333 @@
+"""patch_model: the attention classes of one model instance are swapped, all intended ones or none, and swapped back."""
+
+import inspect
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+
+from . import kernel_loader, patches
+from .cache import SparseCache
+from .config import LayerPlan, SparseConfig
+from .report import LayerReport, Recorder, Report, TraceEntry
+from .tokens import MAX_DRAFT, Step
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_PROCESS_WARNINGS: set[str] = set()
+_MISSING = "missing"  # marks an instance attribute that wasn't there; a string, so that a pickled handle keeps it
+
+
+def cache_argument() -> str:
+    """How this transformers names the cache argument: `cache` since 5.24, `past_key_values` before."""
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+class Binding:
+    """What a patched attention module knows: its handle and its plan."""
+
+    def __init__(self, handle: "PatchHandle", plan: LayerPlan) -> None:
+        self.handle = handle
+        self.plan = plan
+
+    def check_foreign(self, cache: Any, count: int, training: bool) -> None:
+        """Say once that a cache which isn't a SparseCache runs stock, at the first token that would be sparse."""
+        if training or self.plan.status != "sparse" or count > MAX_DRAFT or torch.compiler.is_compiling():
+            return
+        name = type(cache).__name__
+        if not isinstance(cache, Cache) or self.handle.has_warned(f"foreign {name}"):
+            return
+        seen = int(cache.get_seq_length())
+        if seen and seen + count > self.plan.blocks * self.plan.block_size:
+            self.handle.fall_back(
+                f"foreign {name}",
+                f"stock dense attention runs, because the cache is a {name}; pass SparseCache(model), or let "
+                "generate() make one",
+            )
+
+    def check_step(self, step: Step, grad: bool) -> None:
+        """Before the first write: masks that force a dense call, inputs that want gradients."""
+        if step.dense_reason is not None and self.plan.status == "sparse":
+            self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
+        if grad:
+            self.handle.warn(
+                "grad", "attention over a SparseCache runs under torch.no_grad() and stores detached K/V; for "
+                "gradients call the model without a SparseCache",
+            )
+
+
+class GenerateHook:
+    """Takes the place of `model.generate`: accepts `cache=` on every transformers, and clears `prompt_length`."""
+
+    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
+        self.handle = handle
+        self.stock = stock
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._stock())
+
+    def _stock(self) -> Any:
+        if self.stock != _MISSING:
+            return self.stock
+        return types.MethodType(type(self.handle.model).generate, self.handle.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "cache" in kwargs and cache_argument() != "cache":
+            kwargs["past_key_values"] = kwargs.pop("cache")
+        prepared: list[SparseCache] = []
+        self.handle.generating.append(prepared)
+        try:
+            return self._stock()(*args, **kwargs)
+        finally:
+            self.handle.generating.pop()
+            for cache in prepared:
+                cache.prompt_length = None
+
+
+class PrepareCacheHook:
+    """Takes the place of `model._prepare_cache_for_generation`: makes a SparseCache where the user gave no cache, and
+    tells it where the prompt ends."""
+
+    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
+        self.handle = handle
+        self.stock = stock
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        model, name = self.handle.model, cache_argument()
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
+        if model_kwargs.get(name) is None and wanted:
+            model_kwargs[name] = SparseCache(model)
+        else:
+            stock = self.stock
+            if stock == _MISSING:
+                stock = types.MethodType(type(model)._prepare_cache_for_generation, model)
+            stock(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get(name)
+        if isinstance(cache, SparseCache) and self.handle.generating:
+            mask = model_kwargs.get("attention_mask")
+            # transformers >= 5.18 drops a mask of ones and keeps its length
+            length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+            cache.prompt_length = length
+            self.handle.generating[-1].append(cache)
+
+
+_HOOKS = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}
+
+
+class PatchHandle:
+    """A patched model's settings, report and statistics; also `model.sparse_prr`.
+
+    A context manager: leaving the `with` that patched unpatches, also on an exception; a `with` on a model that was
+    patched before leaves it patched.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: SparseConfig, modules: list[nn.Module]) -> None:
+        self.model = model
+        self.config = config
+        self.modules = modules
+        self.plans = config.plan(len(modules))
+        self.classes = [type(module).__name__ for module in modules]
+        self.replaced: dict[str, Any] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.kernels = kernel_loader.resolve(self.config.kernels)
+        self.recorder = Recorder(self.plans, self.config)
+        self.generating: list[list[SparseCache]] = []
+        self.warnings: dict[str, str] = {}
+        self._unpatch_on_exit: list[bool] = []
+        self._fresh = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("model", "config", "modules", "plans", "classes", "replaced")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __enter__(self) -> "PatchHandle":
+        self._unpatch_on_exit.append(self._fresh)
+        self._fresh = False
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._unpatch_on_exit.pop():
+            self.unpatch()
+
+    def has_warned(self, cause: str) -> bool:
+        return cause in self.warnings
+
+    def warn(self, cause: str, message: str) -> None:
+        """One warning per process and cause; the report has it for every handle it concerns."""
+        self.warnings.setdefault(cause, message)
+        if cause not in _PROCESS_WARNINGS:
+            _PROCESS_WARNINGS.add(cause)
+            warnings.warn(f"hf_sparse_prr: {message}", UserWarning, stacklevel=2)
+
+    def fall_back(self, cause: str, message: str) -> None:
+        """Something else runs than was asked for: RuntimeError under `strict`, else a warning."""
+        if self.config.strict:
+            raise RuntimeError(f"strict=True: {message}")
+        self.warn(cause, message)
+
+    def report(self) -> Report:
+        """What is active, layer by layer. Prints as a table."""
+        layers = []
+        for index, (name, plan) in enumerate(zip(self.classes, self.plans, strict=True)):
+            settings: dict[str, Any] = {}
+            if plan.status == "sparse":
+                settings = {
+                    "budget": plan.blocks * plan.block_size,
+                    "block_size": plan.block_size,
+                    "sink_blocks": plan.sink_blocks,
+                    "local_blocks": plan.local_blocks,
+                    "speculate": plan.predicted_blocks > 0,
+                    "predicted_blocks": plan.predicted_blocks,
+                    "semantics": "superset" if plan.superset else "exact",
+                    "hint": plan.hint,
+                }
+            layers.append(LayerReport(index, name, plan.selector, settings, plan.status, plan.reason))
+        notes = []
+        if self.config.speculate == "auto":
+            notes.append("speculate='auto': off, there is no profile for this model and device")
+        if self.config.semantics == "superset":
+            notes.append("semantics='superset': predicted blocks are attended to as well, outputs differ from serial")
+        return Report(layers, self.kernels, list(self.warnings.values()), notes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and rates since patching or `reset_stats()`, as host numbers; rates exclude forced blocks.
+
+        steps, selector_calls (layers x steps), hit_rate = |P n A| / |A|, hit_rate_weighted (by normalised score),
+        extra_rate = |P - A| / |P|, repaired_blocks, bytes_read (K/V and summaries), ema, and layers: the same of each.
+        Rates are None if nothing was ever predicted.
+        """
+        return self.recorder.summary()
+
+    def reset_stats(self) -> None:
+        """Clear statistics and trace."""
+        self.recorder.clear()
+
+    @property
+    def trace(self) -> list[TraceEntry]:
+        """With trace=True, (step, layer, predicted, selected, missed) of every decode token."""
+        return self.recorder.trace
+
+    def unpatch(self) -> None:
+        """Put the stock classes back. Idempotent."""
+        for module in self.modules:
+            binding = module.__dict__.pop("binding", None)
+            if binding is not None:
+                _set_class(module, type(module).__mro__[_STOCK])
+        for name, value in self.replaced.items():
+            if value == _MISSING:
+                self.model.__dict__.pop(name, None)
+            else:
+                self.model.__dict__[name] = value
+        self.replaced = {}
+
+
+_STOCK = 2  # SparseXAttention, SparseGQA, XAttention
+
+
+def _set_class(module: nn.Module, cls: type) -> None:
+    """Swap the class of an instance so that accelerate's hooks, set before or after, call the right forward."""
+    module.__class__ = cls
+    attributes = module.__dict__
+    if "_old_forward" in attributes:  # what a hooked forward calls
+        attributes["_old_forward"] = types.MethodType(cls.forward, module)
+    elif isinstance(attributes.get("forward"), types.MethodType):  # left behind by remove_hook_from_module
+        attributes["forward"] = types.MethodType(cls.forward, module)
+
+
+def _check_forward(module: nn.Module) -> None:
+    """ValueError for an attention class whose forward isn't the one we know, naming the parameter and the version."""
+    known = {"self", "hidden_states", "position_embeddings", "attention_mask", cache_argument(), "kwargs"}
+    parameters = set(inspect.signature(type(module).forward).parameters)
+    odd = sorted(parameters ^ known)
+    if odd:
+        raise ValueError(
+            f"{type(module).__name__}.forward: expected the parameters {', '.join(sorted(known))}, got "
+            f"{'unknown' if odd[0] in parameters else 'no'} {odd[0]!r} (transformers {transformers.__version__})"
+        )
+
+
+def _attention_modules(model: PreTrainedModel, family: "ModuleType") -> list[nn.Module]:
+    """The modules to patch, in layer order; ValueError unless there is one for each layer, all of them as we know."""
+    modules = [module for module in model.modules() if isinstance(module, family.ATTENTION)]
+    for module in modules:
+        _check_forward(module)
+        if type(module) is not family.ATTENTION:
+            raise ValueError(f"expected {family.ATTENTION.__name__} modules, got {type(module).__name__}")
+        forward = module.__dict__.get("forward")
+        if forward is not None and not isinstance(forward, types.MethodType) and "_old_forward" not in module.__dict__:
+            raise ValueError(f"expected no instance forward on {type(module).__name__}, got {forward!r}; undo it first")
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    modules.sort(key=lambda module: module.layer_idx)
+    if [module.layer_idx for module in modules] != list(range(layers)):
+        raise ValueError(f"expected an attention module for each of {layers} layers, got {len(modules)}")
+    return modules
+
+
+def _patchable(model: nn.Module) -> PreTrainedModel:
+    """The transformers model in `model` (itself, or inside a wrapper such as a PeftModel)."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
+
+
+def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overrides: Any) -> PatchHandle:
+    """Make a model decode sparsely. Touches this instance only, all intended layers or none.
+
+    Args:
+        model: a transformers model, before or after device_map, tp_plan, PEFT and .to().
+        config: settings; default SparseConfig().  overrides: fields of it.
+
+    Returns:
+        The handle. A model that is patched with the same settings gives the same handle.
+
+    Raises:
+        ValueError: unsupported model type (lists the supported ones), an attention class we don't know, settings out
+            of range, or the model is patched with other settings.
+        TypeError: an unknown override (lists the fields).
+    """
+    config = (SparseConfig() if config is None else config).replace(**overrides)
+    target = _patchable(model)
+    held = target.__dict__.get("sparse_prr")
+    if held is not None:
+        if held.config != config:
+            raise ValueError(f"expected the settings it is patched with, {held.config}, got {config}; unpatch first")
+        held._fresh = False
+        return held
+    family = patches.family(target.config.model_type)
+    handle = PatchHandle(target, config, _attention_modules(target, family))
+    try:
+        for module, plan in zip(handle.modules, handle.plans, strict=True):
+            module.__dict__["binding"] = Binding(handle, plan)
+            _set_class(module, family.SPARSE)
+        for name, hook in _HOOKS.items():
+            if hasattr(target, name):
+                handle.replaced[name] = target.__dict__.get(name, _MISSING)
+                target.__dict__[name] = hook(handle, handle.replaced[name])
+        handle.replaced["sparse_prr"] = _MISSING
+        target.__dict__["sparse_prr"] = handle
+    except BaseException:
+        handle.unpatch()
+        raise
+    handle._fresh = True
+    return handle
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Make a model stock again. Idempotent."""
+    handle = _patchable(model).__dict__.get("sparse_prr")
+    if handle is not None:
+        handle.unpatch()

@@ -1,0 +1,186 @@
+"""What a patched model does and did: the report, and statistics that cost a step no host sync."""
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .cache import SparseCache
+    from .config import LayerPlan, SparseConfig
+    from .kernel_loader import Kernels
+
+# Columns of a layer's counters: float64, so that counts stay exact to 2^53
+_COUNTERS = ("hits", "selected", "predicted", "hit_weight", "selected_weight", "blocks_read", "summaries_read")
+
+
+class TraceEntry(NamedTuple):
+    """One decode token in one layer: int32 [B, H, n] block ids counted from the batch row's first real token,
+    ascending, -1 padded. `selected` includes forced blocks, `predicted` does not, missed = selected - predicted -
+    forced. A batch row that fits its budget is all -1."""
+
+    step: int
+    layer: int
+    predicted: torch.Tensor
+    selected: torch.Tensor
+    missed: torch.Tensor
+
+
+class Statistics:
+    """Counters and trace of one cache. The counters stay on the layers' devices until they are asked for."""
+
+    def __init__(self, layers: int) -> None:
+        self.steps = 0
+        self.selector_calls = [0] * layers
+        self.bytes_per_block = [0] * layers
+        self.bytes_per_summary = [0] * layers
+        self.trace: list[TraceEntry] = []
+        self._counters: list[torch.Tensor | None] = [None] * layers
+
+    def add(self, layer: int, counts: torch.Tensor) -> None:
+        """Add float64 [len(_COUNTERS)] to a layer's counters."""
+        held = self._counters[layer]
+        self._counters[layer] = counts if held is None else held.add_(counts)
+
+    def crop_trace(self, steps: int) -> None:
+        """Tokens at and past decode step `steps` were dropped."""
+        self.trace = [entry for entry in self.trace if entry.step < steps]
+
+    def layer(self, index: int) -> dict[str, Any]:
+        """Host numbers of one layer."""
+        counters = self._counters[index]
+        values = [0.0] * len(_COUNTERS) if counters is None else counters.tolist()
+        return {
+            "steps": self.steps,
+            "selector_calls": self.selector_calls[index],
+            **dict(zip(_COUNTERS, values, strict=True)),
+            "bytes_read": int(
+                values[_COUNTERS.index("blocks_read")] * self.bytes_per_block[index]
+                + values[_COUNTERS.index("summaries_read")] * self.bytes_per_summary[index]
+            ),
+        }
+
+
+def _summary(counts: dict[str, Any]) -> dict[str, Any]:
+    """Rates from summed counters; None where nothing was ever predicted."""
+    asked, predicted = counts["predicted"] > 0, counts["predicted"]
+    return {
+        "steps": counts["steps"],
+        "selector_calls": counts["selector_calls"],
+        "hit_rate": counts["hits"] / counts["selected"] if asked and counts["selected"] else None,
+        "hit_rate_weighted": (
+            counts["hit_weight"] / counts["selected_weight"] if asked and counts["selected_weight"] else None
+        ),
+        "extra_rate": (predicted - counts["hits"]) / predicted if asked else None,
+        "repaired_blocks": int(counts["selected"] - counts["hits"]) if asked else 0,
+        "bytes_read": counts["bytes_read"],
+    }
+
+
+def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: sum(part[key] for part in parts) for key in parts[0]}
+
+
+class Recorder:
+    """The statistics of every cache that a patched model has met. Those of dead caches are folded into one."""
+
+    def __init__(self, plans: "list[LayerPlan]", config: "SparseConfig") -> None:
+        self._plans, self._config = plans, config
+        self.clear()
+
+    def clear(self) -> None:
+        self._live: list[tuple[weakref.ref[SparseCache], Statistics]] = []
+        self._done: list[dict[str, Any]] = []
+        self._done_trace: list[TraceEntry] = []
+
+    def statistics_of(self, cache: "SparseCache") -> Statistics:
+        """The statistics a cache writes to, made at its first decode token."""
+        if cache.statistics is None or not any(held is cache.statistics for _, held in self._live):
+            self._fold()
+            cache.statistics = Statistics(len(self._plans))
+            self._live.append((weakref.ref(cache), cache.statistics))
+        return cache.statistics
+
+    def _fold(self) -> None:
+        alive = []
+        for cache, statistics in self._live:
+            if (owner := cache()) is not None and owner.statistics is statistics:
+                alive.append((cache, statistics))
+                continue
+            layers = [statistics.layer(index) for index in range(len(self._plans))]
+            self._done = [_sum([old, new]) for old, new in zip(self._done, layers, strict=True)] or layers
+            self._done_trace.extend(statistics.trace)
+        self._live = alive
+
+    @property
+    def trace(self) -> list[TraceEntry]:
+        return [*self._done_trace, *(entry for _, statistics in self._live for entry in statistics.trace)]
+
+    def summary(self) -> dict[str, Any]:
+        """The dict of `PatchHandle.stats()`."""
+        layers = []
+        for index in range(len(self._plans)):
+            parts = [statistics.layer(index) for _, statistics in self._live]
+            parts += [self._done[index]] if self._done else []
+            layers.append(_sum(parts or [Statistics(len(self._plans)).layer(index)]))
+        total = _summary(_sum(layers))
+        total["steps"] = layers[0]["steps"]
+        predicts = any(plan.predicted_blocks for plan in self._plans)
+        ema = self._config.ema if predicts else None
+        return {
+            **total,
+            "ema": ema,
+            "layers": [
+                {"layer": index, **_summary(layer), "ema": ema if self._plans[index].predicted_blocks else None}
+                for index, layer in enumerate(layers)
+            ],
+        }
+
+
+class LayerReport(NamedTuple):
+    """One layer of the report: `settings` are the resolved ones, `status` is "sparse", "dense" or "shared"."""
+
+    index: int
+    attention_class: str
+    selector: str | None
+    settings: dict[str, Any]
+    status: str
+    reason: str
+
+
+class Report:
+    """What is active in a patched model. Prints as a table."""
+
+    def __init__(self, layers: list[LayerReport], kernels: "Kernels", warnings: list[str], notes: list[str]) -> None:
+        self.layers = layers
+        self.backend = kernels.backend
+        self.kernels = {"source": kernels.source, "version": kernels.version}
+        self.warnings = warnings
+        self.notes = notes
+
+    def __str__(self) -> str:
+        head = ("layer", "class", "status", "selector", "settings", "reason")
+        rows = [
+            (
+                str(layer.index),
+                layer.attention_class,
+                layer.status,
+                layer.selector or "-",
+                " ".join(f"{name}={value}" for name, value in layer.settings.items()) or "-",
+                layer.reason or "-",
+            )
+            for layer in self.layers
+        ]
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+        sparse = sum(layer.status == "sparse" for layer in self.layers)
+        lines = [
+            f"hf_sparse_prr: {sparse} of {len(self.layers)} attention layers sparse",
+            f"kernels: {self.backend} ({self.kernels['source']}, version {self.kernels['version']})",
+            *(line.rstrip() for line in table),
+            *(f"note: {note}" for note in self.notes),
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__

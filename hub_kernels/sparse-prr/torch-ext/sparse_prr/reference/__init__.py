@@ -1,0 +1,1 @@
+"""Plain-torch definitions of every op. They import nothing but torch."""

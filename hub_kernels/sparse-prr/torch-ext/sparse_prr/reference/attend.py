@@ -1,0 +1,85 @@
+"""Attention over single blocks."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+LOG2_E = math.log2(math.e)
+
+
+class Partials(NamedTuple):
+    """Unnormalised attention over each block of a list, fp32, base-2 logits.
+
+    output: [B, H, K, G, D] = sum_j 2^(s_j - peak) v_j.  peak: [B, H, K, G] = max_j s_j.
+    total: [B, H, K, G] = sum_j 2^(s_j - peak). A block without a token, or an unused slot: 0, -inf, 0.
+    """
+
+    output: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor
+
+
+def exp2(x: torch.Tensor) -> torch.Tensor:
+    """2^x whose bits depend on x alone. torch.exp2 rounds differently in its SIMD body and its scalar tail."""
+    return torch.exp(x * math.log(2.0))
+
+
+def shifted(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    """x - peak, with -inf - -inf = -inf."""
+    return x - peak.masked_fill(peak == float("-inf"), 0.0)
+
+
+def block_partials(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    blocks: torch.Tensor,
+    end: int,
+    *,
+    scale: float,
+    block_size: int,
+) -> Partials:
+    """Attention of one query token over each listed block by itself.
+
+    This one routine serves the serial, the speculative and the repair path. A slot's bits depend on its query, keys
+    and values alone, not on the rest of the list: only elementwise operations and sums of fixed shape are used.
+
+    Args:
+        query: [B, H, G, D].  keys, values: [B, H, T, D].  valid: [B, T] bool.  start: [B] integer.
+        blocks: int32 [B, H, K], -1 = unused, in any order.
+        end: columns at or past it are not attended (the query's own column + 1).
+        scale: of the logits before the softmax.  block_size: S.
+    """
+    batch, heads, group, dim = query.shape
+    columns = keys.shape[2]
+    row, head, slot = (blocks >= 0).nonzero(as_tuple=True)
+    tokens = (start.long()[row] + blocks[row, head, slot].long() * block_size)[:, None] + torch.arange(
+        block_size, device=keys.device
+    )
+    within = tokens.clamp(max=columns - 1)
+    attended = (tokens < end) & valid[row[:, None], within]
+    flat = ((row * heads + head)[:, None] * columns + within).flatten()
+    shape = (-1, block_size, dim)
+    block_keys = keys.reshape(-1, dim).index_select(0, flat).view(shape).float()
+    # What lies in an unattended column may be anything, also NaN, and 0 * NaN is NaN
+    block_values = values.reshape(-1, dim).index_select(0, flat).view(shape).float()
+    block_values = block_values.masked_fill(~attended[..., None], 0.0)
+
+    scaled = (query.float() * (scale * LOG2_E))[row, head]
+    logits = (scaled[:, :, None, :] * block_keys[:, None]).sum(dim=-1)
+    logits = logits.masked_fill(~attended[:, None], float("-inf"))
+    peak = logits.amax(dim=-1)
+    weights = exp2(shifted(logits, peak[..., None]))
+
+    result = Partials(
+        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
+        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
+        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
+    )
+    result.output[row, head, slot] = (weights[..., None] * block_values[:, None]).sum(dim=-2)
+    result.peak[row, head, slot] = peak
+    result.total[row, head, slot] = weights.sum(dim=-1)
+    return result

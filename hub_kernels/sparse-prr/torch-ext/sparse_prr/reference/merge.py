@@ -1,0 +1,72 @@
+"""From per-block partials to the attention output, the same bits however the partials came about."""
+
+import torch
+
+from .attend import Partials, block_partials, exp2, shifted
+
+
+def _tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 2 by adding neighbours until one is left. Zeros at the end change nothing, not even the order."""
+    while x.shape[2] > 1:
+        if x.shape[2] % 2:
+            x = torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
+        x = x[:, :, 0::2] + x[:, :, 1::2]
+    return x[:, :, 0]
+
+
+def merge_partials(partials: Partials) -> torch.Tensor:
+    """Canon(A): O = sum_b w_b o_b / sum_b w_b l_b with w_b = 2^(m_b - max m), summed in a fixed tree over slots.
+
+    Returns:
+        fp32 [B, H, G, D]; 0 where no slot holds a token.
+    """
+    if partials.output.shape[2] == 0:
+        batch, heads, _, group, dim = partials.output.shape
+        return partials.output.new_zeros((batch, heads, group, dim))
+    weights = exp2(shifted(partials.peak, partials.peak.amax(dim=2, keepdim=True)))
+    output = _tree_sum(weights[..., None] * partials.output)
+    total = _tree_sum(weights * partials.total)[..., None]
+    return torch.where(total == 0, 0.0, output / total)
+
+
+def slots_of(blocks: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """int64 [B, H, K]: where each of `blocks` stands in `among` ([B, H, J]); -1 where it doesn't, or is unused."""
+    equal = (blocks[..., :, None] == among[..., None, :]) & (blocks[..., :, None] >= 0)
+    if equal.shape[-1] == 0:
+        return torch.full_like(blocks, -1, dtype=torch.int64)
+    return torch.where(equal.any(dim=-1), equal.to(torch.int8).argmax(dim=-1), -1)
+
+
+def repair_merge(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    selected: torch.Tensor,
+    end: int,
+    predicted: torch.Tensor,
+    partials: Partials,
+    *,
+    scale: float,
+    block_size: int,
+) -> torch.Tensor:
+    """Attention over `selected`, taking what `partials` already holds and computing the rest (PRR, arXiv 2606.30389).
+
+    What was predicted and not selected is dropped. The result equals, bit for bit, that of an empty prediction.
+
+    Args:
+        query .. end: as in `block_partials`.  selected: int32 [B, H, K], ascending, -1 last.
+        predicted: int32 [B, H, J] and `partials` over it; J may be 0.
+
+    Returns:
+        fp32 [B, H, G, D].
+    """
+    slot = slots_of(selected, predicted)
+    missing = selected.masked_fill(slot >= 0, -1)
+    fresh = block_partials(query, keys, values, valid, start, missing, end, scale=scale, block_size=block_size)
+    row, head, rank = (slot >= 0).nonzero(as_tuple=True)
+    taken = slot[row, head, rank]
+    for target, source in zip(fresh, partials, strict=True):
+        target[row, head, rank] = source[row, head, taken]
+    return merge_partials(fresh)

@@ -1,0 +1,47 @@
+"""The predictor of PRR (arXiv 2606.30389, section 4.1): an EMA of each block's score, with a trend. All fp32.
+
+`level` and `trend` are [B, H, N]; level is NaN for a block that was never scored. `ema` is [B, 3]: alpha, beta, gamma.
+"""
+
+import torch
+
+
+def normalise(scores: torch.Tensor) -> torch.Tensor:
+    """I = (raw - min) / (max - min) over the scored blocks of each row: [.., N] in [0, 1], NaN where scores are NaN.
+
+    +inf counts as 1 and -inf as 0; where all finite scores are equal they count as 0.
+    """
+    finite = scores.isfinite()
+    low = scores.masked_fill(~finite, float("inf")).amin(dim=-1, keepdim=True)
+    high = scores.masked_fill(~finite, float("-inf")).amax(dim=-1, keepdim=True)
+    span = high - low
+    importance = torch.where(finite & (span > 0), (scores - low) / span, 0.0)
+    importance = importance.masked_fill(scores == float("inf"), 1.0)
+    return importance.masked_fill(scores.isnan(), float("nan"))
+
+
+def _coefficients(ema: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(ema[:, i, None, None] for i in range(3))
+
+
+def ema_predict(level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor) -> torch.Tensor:
+    """Predicted score of each block, level + gamma * trend; NaN for a block that was never scored."""
+    _, _, gamma = _coefficients(ema)
+    return level + gamma * trend
+
+
+def ema_update(
+    level: torch.Tensor, trend: torch.Tensor, importance: torch.Tensor, ema: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """New (level, trend) after `importance` ([B, H, N], from `normalise`) was seen; its NaN entries change nothing.
+
+    v <- beta (I - l) + (1 - beta) v with the old l, then l <- alpha I + (1 - alpha) l. A new block: l = I, v = 0.
+    """
+    alpha, beta, _ = _coefficients(ema)
+    seen, new = ~importance.isnan(), level.isnan()
+    moved_trend = beta * (importance - level) + (1 - beta) * trend
+    moved_level = alpha * importance + (1 - alpha) * level
+    return (
+        torch.where(seen, torch.where(new, importance, moved_level), level),
+        torch.where(seen, torch.where(new, 0.0, moved_trend), trend),
+    )

@@ -1,0 +1,30 @@
+"""Block scores."""
+
+import torch
+
+
+def quest_scores(
+    query: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, first: int, last: torch.Tensor
+) -> torch.Tensor:
+    """Quest's upper bound of q.k over each block, summed exactly over the query heads of a KV head.
+
+    max over the block's box of q.k is relu(q).upper - relu(-q).lower, which is linear in the two query parts. So
+    sum_g U_g = (sum_g relu(q_g)).upper - (sum_g relu(-q_g)).lower: the price of one head (Quest, arXiv 2406.10774;
+    the group sum is ours).
+
+    Args:
+        query: [B, H, G, D], post-RoPE.  lower, upper: [B, H, N, D] from `update_summaries`.
+        first: blocks below it are not scored.  last: [B] integer, blocks at or past it are not scored.
+
+    Returns:
+        fp32 [B, H, N]; NaN for blocks that are not scored or hold no valid token.
+    """
+    positive = query.float().clamp(min=0).sum(dim=2).unsqueeze(2)
+    negative = (-query.float()).clamp(min=0).sum(dim=2).unsqueeze(2)
+    # Multiply and sum, not matmul: a BLAS dot product changes its bits with the shape around it, and scores must not
+    # depend on the batch or on how many blocks there are.
+    scores = (positive * upper.float() - negative * lower.float()).sum(dim=-1)
+    blocks = torch.arange(lower.shape[2], device=lower.device)
+    scored = (blocks >= first) & (blocks < last[:, None])
+    empty = (lower[..., 0] > upper[..., 0]) | ~scored[:, None]
+    return scores.masked_fill(empty, float("nan"))

@@ -1,0 +1,44 @@
+"""Block summaries: the channel-wise minimum and maximum of a block's keys (Quest, arXiv 2406.10774, section 3.2)."""
+
+import torch
+
+
+def update_summaries(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    begin: int,
+    count: int,
+    block_size: int,
+) -> None:
+    """Recompute, in place, the summary of every block that holds one of the columns begin .. begin + count - 1.
+
+    A block is recomputed whole, from its valid tokens before column begin + count, so the result is the same however
+    the tokens arrived: at once, in chunks, one by one, or again after a crop. Blocks without a valid token get
+    lower = +inf > upper = -inf. A NaN key makes its channel NaN.
+
+    Args:
+        keys: [B, H, T, D], post-RoPE.  valid: [B, T] bool.  start: [B] integer, first real column of each row.
+        lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column begin + count - 1.
+        begin, count: columns that are new.  block_size: S.
+    """
+    batch, heads, columns, _ = keys.shape
+    if count <= 0:
+        return
+    end = begin + count
+    first = ((begin - start).clamp(min=0) // block_size).long()
+    last = (end - 1 - start).div(block_size, rounding_mode="floor").long()
+    # `count` columns straddle at most this many blocks, whatever the row's grid
+    straddled = (count + block_size - 2) // block_size + 1
+    blocks = first[:, None] + torch.arange(straddled, device=keys.device)
+    rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
+    ids = blocks[rows, slots]
+    tokens = (start.long()[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
+    within = tokens.clamp(max=columns - 1)
+    counted = ((tokens < end) & valid[rows[:, None], within])[:, None, :, None]
+    flat = ((rows[:, None, None] * heads + torch.arange(heads, device=keys.device)[:, None]) * columns) + within[:, None]
+    gathered = keys.reshape(-1, keys.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, -1)
+    lower[rows, :, ids] = gathered.masked_fill(~counted, float("inf")).amin(dim=2)
+    upper[rows, :, ids] = gathered.masked_fill(~counted, float("-inf")).amax(dim=2)

@@ -1,0 +1,115 @@
+"""The forward that every grouped-query family shares: append, stock attention where it applies, sparse where rows
+outgrow their budget."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_sparse_prr.cache import SparseCache
+from hf_sparse_prr.decode import Token, decode_token, record_fitting
+from hf_sparse_prr.tokens import Step
+
+if TYPE_CHECKING:
+    from hf_sparse_prr.patching import Binding
+
+
+class SparseGQA:
+    """Mixed in before a stock attention class. `binding` is set when an instance is patched.
+
+    A family gives `project` (hidden states -> post-RoPE query [B, H*G, Q, D], key, value [B, H, Q, D], with the
+    modules of the stock class) and `eager_attention`, the attention function of its modeling file.
+    """
+
+    binding: "Binding"
+    eager_attention: Callable[..., Any]
+    project: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
+        if cache is not None and past_key_values is not None:
+            raise ValueError("expected one cache, got both `cache` and `past_key_values`")
+        cache = past_key_values if cache is None else cache
+        if not isinstance(cache, SparseCache):
+            self.binding.check_foreign(cache, hidden_states.shape[1], self.training)
+            return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        if self.training:
+            raise ValueError("SparseCache: expected a model in eval mode, got model.train(); call model.eval()")
+        config = self.binding.handle.config
+        with torch.no_grad():
+            query, key, value = self.project(hidden_states, position_embeddings)
+            step = cache.begin(key, value, self.layer_idx, attention_mask, config)
+            self.binding.check_step(step, hidden_states.requires_grad)
+            keys, values = cache.append(key, value, self.layer_idx, step, config)
+            output, weights = self._attend(query, keys, values, attention_mask, cache, step, kwargs)
+            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: SparseCache,
+        step: Step,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, Q, H*G, D]. Stock runs once where any row of any token needs it; tokens that select are overwritten."""
+        layer, tokens, plan = cache.layers[self.layer_idx], cache.tokens, self.binding.plan
+        budget = plan.blocks * plan.block_size
+        decoding = range(step.begin + step.first_decode, step.begin + step.count)
+        sparse = plan.status == "sparse" and step.dense_reason is None
+        output = weights = None
+        if not sparse or not decoding or step.first_decode > 0 or not tokens.all_longer(decoding[0], budget):
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, self.eager_attention
+            )
+            output, weights = attention(
+                self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            )
+        if not decoding:
+            return output, weights
+        statistics = self.binding.handle.recorder.statistics_of(cache)
+        if self.layer_idx == 0:
+            statistics.steps += len(decoding)
+        if not sparse:
+            return output, weights
+        if output is None:
+            output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        heads = keys.shape[1]
+        first_step = len(cache.decode_columns) - len(decoding)
+        for offset, column in enumerate(decoding):
+            if not tokens.any_longer(column, budget):
+                if self.binding.handle.config.trace:
+                    record_fitting(statistics, self.layer_idx, plan, query, heads, first_step + offset)
+                continue
+            valid, start = tokens.on(query.device)
+            kernels = self.binding.handle.kernels.module
+            layer.summarise(kernels, valid, start)
+            token = Token(valid, start, column, first_step + offset, column + 1 - start > budget)
+            at = column - step.begin
+            attended = decode_token(
+                layer,
+                self.layer_idx,
+                query[:, :, at].unflatten(1, (heads, -1)),
+                token,
+                kernels,
+                self.scaling,
+                statistics,
+                self.binding.handle.config.trace,
+            )
+            attended = attended.flatten(1, 2).to(query.dtype)
+            if tokens.all_longer(column, budget):
+                output[:, at] = attended
+            else:
+                output[:, at] = torch.where(token.selects[:, None, None], attended, output[:, at])
+        return output, weights
