@@ -190,7 +190,7 @@ class SparseCache(Cache):
     def __init__(
         self, model_or_config: Any, *, max_length: int | None = None, sparse_config: SparseConfig | None = None
     ) -> None:
-        if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ValueError(f"max_length: expected None or an int >= 1, got {max_length!r}")
         handle = getattr(model_or_config, "sparse_prr", None)
         config = getattr(model_or_config, "config", model_or_config)
@@ -216,14 +216,16 @@ class SparseCache(Cache):
 
     @prompt_length.setter
     def prompt_length(self, value: int | None) -> None:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"prompt_length: expected None or an int >= 0, got {value!r}")
         self._prompt_length = value
 
     def check_settings(self, config: SparseConfig) -> None:
         """ValueError where the cache was made for other settings."""
         if self.sparse_config is not None and self.sparse_config is not config and self.sparse_config != config:
-            raise ValueError(f"cache: expected the model's settings {config}, got a cache made for {self.sparse_config}")
+            raise ValueError(
+                f"cache: expected the settings of the model, {config}, got one made for {self.sparse_config}"
+            )
 
     def adopt(self, config: SparseConfig) -> None:
         """Take on the settings of a patched model."""
@@ -234,7 +236,12 @@ class SparseCache(Cache):
         self.sparse_config = config
 
     def begin(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, mask: Any, config: SparseConfig | None
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        mask: Any,
+        config: SparseConfig | None,
     ) -> Step:
         """Check a forward and say what it is. Nothing is written: a refused input leaves the cache as it was.
 

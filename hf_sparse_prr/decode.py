@@ -10,19 +10,46 @@ from .config import LayerPlan
 from .predictor import Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS
+from .tokens import Tokens
 
 _NO_BLOCK = torch.iinfo(torch.int32).max
 
 
 class Token(NamedTuple):
-    """Where a query token stands. valid: bool [B, T].  start: [B].  column: its own.  step: its decode step.
-    selects: bool [B], the batch rows that are longer than their budget."""
+    """A query token as every layer of the same plan sees it.
 
-    valid: torch.Tensor
-    start: torch.Tensor
+    column, step: its own column and decode step.  valid: bool [B, T].  start: [B].
+    selects: bool [B], the rows that are longer than their budget.  last: [B], blocks at or past it aren't scored.
+    forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
+    """
+
     column: int
     step: int
+    valid: torch.Tensor
+    start: torch.Tensor
     selects: torch.Tensor
+    last: torch.Tensor
+    forced: torch.Tensor
+
+
+def token_at(tokens: Tokens, column: int, step: int, plan: LayerPlan, device: torch.device) -> Token:
+    """The query token in `column`, worked out by the first layer that asks and shared by the others."""
+    key = (column, plan.block_size, plan.blocks, plan.sink_blocks, plan.local_blocks, device)
+    if key not in tokens.shared:
+        valid, start = tokens.on(device)
+        size = plan.block_size
+        selects = column + 1 - start > plan.blocks * size
+        newest = (column - start) // size
+        local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=device)
+        sinks = torch.arange(plan.sink_blocks, device=device).expand(newest.shape[0], -1)
+        forced = torch.cat([sinks, local], dim=1)
+        members = (start[:, None] + forced * size)[..., None] + torch.arange(size, device=device)
+        real = valid.gather(1, members.clamp(0, valid.shape[1] - 1).flatten(1)).view(members.shape)
+        holds = (real & (members <= column)).any(dim=-1) & selects[:, None]
+        forced = torch.where(holds, forced, -1).to(torch.int32)[:, None]
+        last = torch.where(selects, newest - plan.local_blocks + 1, 0)
+        tokens.shared[key] = Token(column, step, valid, start, selects, last, forced)
+    return tokens.shared[key]
 
 
 class Selection(NamedTuple):
@@ -33,13 +60,10 @@ class Selection(NamedTuple):
     scores: torch.Tensor
 
 
-def top_blocks(
-    kernels: ModuleType, scores: torch.Tensor, k: int, hint: torch.Tensor | None = None
-) -> torch.Tensor:
+def top_blocks(kernels: ModuleType, scores: torch.Tensor, k: int, hint: torch.Tensor | None = None) -> torch.Tensor:
     """int32 [B, H, k]: the best-scored blocks of each KV head."""
-    rows = scores.flatten(0, 1)
     hints = None if hint is None else hint.flatten(0, 1)
-    return kernels.gvr_topk(rows, k, hint=hints).view(*scores.shape[:2], k)
+    return kernels.gvr_topk(scores.flatten(0, 1), k, hint=hints).view(*scores.shape[:2], k)
 
 
 def ascending(blocks: torch.Tensor) -> torch.Tensor:
@@ -48,38 +72,21 @@ def ascending(blocks: torch.Tensor) -> torch.Tensor:
     return ordered.masked_fill(ordered == _NO_BLOCK, -1)
 
 
-def forced_blocks(token: Token, plan: LayerPlan) -> torch.Tensor:
-    """int32 [B, F]: sinks and the last blocks of the rows that select; -1 for other rows and where no token is left."""
-    newest = (token.column - token.start) // plan.block_size
-    local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=newest.device)
-    sinks = torch.arange(plan.sink_blocks, device=newest.device).expand(newest.shape[0], -1)
-    blocks = torch.cat([sinks, local], dim=1)
-    tokens = (token.start[:, None] + blocks * plan.block_size)[..., None] + torch.arange(
-        plan.block_size, device=newest.device
-    )
-    within = tokens.clamp(0, token.valid.shape[1] - 1).flatten(1)
-    holds = token.valid.gather(1, within).view(tokens.shape) & (tokens <= token.column)
-    return torch.where(token.selects[:, None] & holds.any(dim=-1), blocks, -1).to(torch.int32)
-
-
 def select(
     layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, hint: torch.Tensor | None
 ) -> Selection:
     """The blocks that `query` [B, H, G, D] attends to: forced ones and the best of the rest."""
     plan = layer.plan
-    newest = (token.column - token.start) // plan.block_size
-    last = (newest - plan.local_blocks + 1).masked_fill(~token.selects, 0)
-    scores = SELECTORS[plan.selector].scores(kernels, query, layer.summaries, plan.sink_blocks, last)
+    scores = SELECTORS[plan.selector].scores(kernels, query, layer.summaries, plan.sink_blocks, token.last)
     free = top_blocks(kernels, scores, plan.free_blocks, hint)
-    forced = forced_blocks(token, plan)[:, None].expand(-1, query.shape[1], -1)
+    forced = token.forced.expand(-1, query.shape[1], -1)
     return Selection(free, ascending(torch.cat([forced, free], dim=-1)), scores)
 
 
-def predict(layer: SparseLayer, token: Token, kernels: ModuleType, ema: torch.Tensor, blocks: int) -> torch.Tensor:
+def predict(layer: SparseLayer, token: Token, kernels: ModuleType, ema: torch.Tensor) -> torch.Tensor:
     """int32 [B, H, P]: the blocks the prior expects; all -1 where it expects nothing."""
-    level, trend = layer.memory.prior.ema_state(blocks)
-    expected = kernels.ema_predict(level, trend, ema)
-    expected = expected.masked_fill(~token.selects[:, None, None], float("nan"))
+    level, trend = layer.memory.prior.ema_state(layer.summaries[0].shape[2])
+    expected = kernels.ema_predict(level, trend, ema).masked_fill(~token.selects[:, None, None], float("nan"))
     return top_blocks(kernels, expected, layer.plan.predicted_blocks)
 
 
@@ -96,29 +103,27 @@ def decode_token(
     """Sparse attention of one query token; the layer's K/V and summaries hold everything up to it.
 
     Args:
-        query: [B, H, G, D], post-RoPE.
+        query: [B, H, G, D], post-RoPE.  scale: of the logits.
 
     Returns:
         fp32 [B, H, G, D]; of use only in the rows that select.
     """
-    plan, memory = layer.plan, layer.memory
+    plan, prior = layer.plan, layer.memory.prior
     batch, heads = query.shape[:2]
-    blocks = layer.summaries[0].shape[2]
-    ema = memory.coefficients(plan.ema, batch, query.device)
-    speculates = plan.predicted_blocks > 0
-
-    if speculates and memory.prior is not None:
-        predicted = predict(layer, token, kernels, ema, blocks)
-    else:
-        predicted = query.new_full((batch, heads, plan.predicted_blocks), -1, dtype=torch.int32)
+    ema = layer.memory.coefficients(plan.ema, batch, query.device)
     attend = dict(scale=scale, block_size=plan.block_size)
     data = (query, layer.keys, layer.values, token.valid, token.start)
     end = token.column + 1
+
+    if plan.predicted_blocks and prior is not None:
+        predicted = predict(layer, token, kernels, ema)
+    else:
+        predicted = query.new_full((batch, heads, plan.predicted_blocks), -1, dtype=torch.int32)
     speculative = kernels.block_partials(*data, predicted, end, **attend)
 
     hint = None
-    if plan.hint != "none" and memory.prior is not None:
-        hint = predicted if speculates and plan.hint == "predicted" else memory.prior.winners
+    if plan.hint != "none" and prior is not None:
+        hint = predicted if plan.hint == "predicted" and plan.predicted_blocks else prior.winners
     selection = select(layer, query, token, kernels, hint)
     attended = selection.selected
     if plan.superset:
@@ -126,16 +131,18 @@ def decode_token(
         attended = ascending(torch.cat([attended, extra], dim=-1))
     output = kernels.repair_merge(*data, attended, end, predicted, speculative, **attend)
 
-    importance = kernels.normalise(selection.scores) if speculates else None
-    _record(statistics, layer_idx, layer, token, predicted, selection, importance, kernels, trace)
+    importance = kernels.normalise(selection.scores) if plan.predicted_blocks else None
+    missed = count(statistics, layer_idx, layer, token, predicted, selection, importance, kernels)
+    if trace:
+        statistics.trace.append(TraceEntry(token.step, layer_idx, predicted, selection.selected, missed))
     if importance is None:
-        memory.advance(token.column, Prior(selection.free))
+        layer.memory.advance(token.column, Prior(selection.free))
     else:
-        if memory.prior is None:
+        if prior is None:
             state = (torch.full_like(importance, float("nan")), torch.zeros_like(importance))
         else:
-            state = memory.prior.ema_state(blocks)
-        memory.advance(token.column, Prior(selection.free, *kernels.ema_update(*state, importance, ema)))
+            state = prior.ema_state(importance.shape[2])
+        layer.memory.advance(token.column, Prior(selection.free, *kernels.ema_update(*state, importance, ema)))
     return output
 
 
@@ -151,7 +158,7 @@ def record_fitting(
     statistics.trace.append(entry)
 
 
-def _record(
+def count(
     statistics: Statistics,
     layer_idx: int,
     layer: SparseLayer,
@@ -160,25 +167,20 @@ def _record(
     selection: Selection,
     importance: torch.Tensor | None,
     kernels: ModuleType,
-    trace: bool,
-) -> None:
-    """Count what this token predicted, selected and read. No host sync."""
-    free = selection.free
-    chosen = free >= 0
-    hits = kernels.slots_of(free, predicted) >= 0
-    if importance is None:
-        weight = torch.zeros_like(free, dtype=torch.float64)
-    else:
-        weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()
-    scored = (~selection.scores.isnan()).sum()
-    computed = (selection.selected >= 0).sum() + (predicted >= 0).sum() - hits.sum()
-    counts = [hits.sum(), chosen.sum(), (predicted >= 0).sum(), (weight * hits).sum(), weight.sum(), computed, scored]
-    statistics.add(layer_idx, torch.stack([count.double() for count in counts]))
-    statistics.selector_calls[layer_idx] += 1
-    statistics.bytes_per_block[layer_idx] = layer.plan.block_size * layer.bytes_per_token
+) -> torch.Tensor:
+    """Add this token to the layer's counters, without a host sync. Returns the missed blocks, as in the trace."""
+    free, plan = selection.free, layer.plan
+    statistics.bytes_per_block[layer_idx] = plan.block_size * layer.bytes_per_token
     statistics.bytes_per_summary[layer_idx] = layer.bytes_per_summary
-    if trace:
-        missed = ascending(free.masked_fill(hits, -1))
-        statistics.trace.append(
-            TraceEntry(token.step, layer_idx, predicted, selection.selected, missed)
-        )
+    statistics.selector_calls[layer_idx] += 1
+    scored = (token.last - plan.sink_blocks).clamp(min=0).sum() * free.shape[1]
+    attended = (selection.selected >= 0).sum()
+    if importance is None:
+        statistics.add(layer_idx, torch.stack([attended, scored]), None)
+        return free
+    hit, chosen = kernels.slots_of(free, predicted) >= 0, free >= 0
+    hits, guesses = hit.sum(), (predicted >= 0).sum()
+    weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()
+    counts = torch.stack([attended + guesses - hits, scored, hits, chosen.sum(), guesses])
+    statistics.add(layer_idx, counts, torch.stack([(weight * hit).sum(), weight.sum()]))
+    return ascending(free.masked_fill(hit, -1))

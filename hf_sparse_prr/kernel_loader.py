@@ -1,7 +1,7 @@
 """Where kernels come from: resolved once per key, never inside a step."""
 
 import os
-from functools import lru_cache
+from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ def _load_folder(folder: Path, source: str) -> Kernels:
     return Kernels(module, source, VERSION, module.backend)
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(key: str | Path) -> Kernels:
     """Load the kernels that `SparseConfig.kernels` names.
 

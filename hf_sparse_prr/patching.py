@@ -57,7 +57,8 @@ class Binding:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:
             self.handle.warn(
-                "grad", "attention over a SparseCache runs under torch.no_grad() and stores detached K/V; for "
+                "grad",
+                "attention over a SparseCache runs under torch.no_grad() and stores detached K/V; for "
                 "gradients call the model without a SparseCache",
             )
 
@@ -101,7 +102,10 @@ class PrepareCacheHook:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         model, name = self.handle.model, cache_argument()
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (None, "dynamic")
+        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (
+            None,
+            "dynamic",
+        )
         if model_kwargs.get(name) is None and wanted:
             model_kwargs[name] = SparseCache(model)
         else:

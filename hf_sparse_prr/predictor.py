@@ -1,4 +1,4 @@
-"""What a layer remembers from token to token: the EMA of block scores and the last winners, and how a crop undoes it."""
+"""What a layer remembers from token to token: EMA of block scores and last winners, and how a crop undoes them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -71,6 +71,4 @@ class Memory:
         """Apply a change of the batch dimension or of the device to everything."""
         self.prior = None if self.prior is None else self.prior.map(change)
         self._ema = None if self._ema is None else change(self._ema)
-        self._before = {
-            column: None if prior is None else prior.map(change) for column, prior in self._before.items()
-        }
+        self._before = {column: None if prior is None else prior.map(change) for column, prior in self._before.items()}

@@ -1,6 +1,7 @@
 """What a patched model does and did: the report, and statistics that cost a step no host sync."""
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ if TYPE_CHECKING:
     from .config import LayerPlan, SparseConfig
     from .kernel_loader import Kernels
 
-# Columns of a layer's counters: float64, so that counts stay exact to 2^53
-_COUNTERS = ("hits", "selected", "predicted", "hit_weight", "selected_weight", "blocks_read", "summaries_read")
+_COUNTS = ("blocks_read", "summaries_read", "hits", "selected", "predicted")
+_WEIGHTS = ("hit_weight", "selected_weight")
 
 
 class TraceEntry(NamedTuple):
@@ -35,12 +36,14 @@ class Statistics:
         self.bytes_per_block = [0] * layers
         self.bytes_per_summary = [0] * layers
         self.trace: list[TraceEntry] = []
-        self._counters: list[torch.Tensor | None] = [None] * layers
+        self._counts: list[torch.Tensor | None] = [None] * layers
+        self._weights: list[torch.Tensor | None] = [None] * layers
 
-    def add(self, layer: int, counts: torch.Tensor) -> None:
-        """Add float64 [len(_COUNTERS)] to a layer's counters."""
-        held = self._counters[layer]
-        self._counters[layer] = counts if held is None else held.add_(counts)
+    def add(self, layer: int, counts: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Add to a layer's counters: int64, the first of `_COUNTS`, and float64, all of `_WEIGHTS`."""
+        for held, new in ((self._counts, counts), (self._weights, weights)):
+            if new is not None:
+                held[layer] = new if held[layer] is None else held[layer] + new
 
     def crop_trace(self, steps: int) -> None:
         """Tokens at and past decode step `steps` were dropped."""
@@ -48,16 +51,16 @@ class Statistics:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Host numbers of one layer."""
-        counters = self._counters[index]
-        values = [0.0] * len(_COUNTERS) if counters is None else counters.tolist()
+        values: dict[str, Any] = dict.fromkeys((*_COUNTS, *_WEIGHTS), 0)
+        for names, held in ((_COUNTS, self._counts[index]), (_WEIGHTS, self._weights[index])):
+            if held is not None:
+                values.update(zip(names, held.tolist(), strict=False))
         return {
             "steps": self.steps,
             "selector_calls": self.selector_calls[index],
-            **dict(zip(_COUNTERS, values, strict=True)),
-            "bytes_read": int(
-                values[_COUNTERS.index("blocks_read")] * self.bytes_per_block[index]
-                + values[_COUNTERS.index("summaries_read")] * self.bytes_per_summary[index]
-            ),
+            "bytes_read": values["blocks_read"] * self.bytes_per_block[index]
+            + values["summaries_read"] * self.bytes_per_summary[index],
+            **values,
         }
 
 
@@ -72,12 +75,12 @@ def _summary(counts: dict[str, Any]) -> dict[str, Any]:
             counts["hit_weight"] / counts["selected_weight"] if asked and counts["selected_weight"] else None
         ),
         "extra_rate": (predicted - counts["hits"]) / predicted if asked else None,
-        "repaired_blocks": int(counts["selected"] - counts["hits"]) if asked else 0,
+        "repaired_blocks": counts["selected"] - counts["hits"] if asked else 0,
         "bytes_read": counts["bytes_read"],
     }
 
 
-def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: sum(part[key] for part in parts) for key in parts[0]}
 
 
@@ -90,7 +93,7 @@ class Recorder:
 
     def clear(self) -> None:
         self._live: list[tuple[weakref.ref[SparseCache], Statistics]] = []
-        self._done: list[dict[str, Any]] = []
+        self._done = self._layers(Statistics(len(self._plans)))
         self._done_trace: list[TraceEntry] = []
 
     def statistics_of(self, cache: "SparseCache") -> Statistics:
@@ -101,14 +104,16 @@ class Recorder:
             self._live.append((weakref.ref(cache), cache.statistics))
         return cache.statistics
 
+    def _layers(self, statistics: Statistics) -> list[dict[str, Any]]:
+        return [statistics.layer(index) for index in range(len(self._plans))]
+
     def _fold(self) -> None:
         alive = []
         for cache, statistics in self._live:
             if (owner := cache()) is not None and owner.statistics is statistics:
                 alive.append((cache, statistics))
                 continue
-            layers = [statistics.layer(index) for index in range(len(self._plans))]
-            self._done = [_sum([old, new]) for old, new in zip(self._done, layers, strict=True)] or layers
+            self._done = [_sum(pair) for pair in zip(self._done, self._layers(statistics), strict=True)]
             self._done_trace.extend(statistics.trace)
         self._live = alive
 
@@ -118,11 +123,8 @@ class Recorder:
 
     def summary(self) -> dict[str, Any]:
         """The dict of `PatchHandle.stats()`."""
-        layers = []
-        for index in range(len(self._plans)):
-            parts = [statistics.layer(index) for _, statistics in self._live]
-            parts += [self._done[index]] if self._done else []
-            layers.append(_sum(parts or [Statistics(len(self._plans)).layer(index)]))
+        every = [self._done, *(self._layers(statistics) for _, statistics in self._live)]
+        layers = [_sum(parts) for parts in zip(*every, strict=True)]
         total = _summary(_sum(layers))
         total["steps"] = layers[0]["steps"]
         predicts = any(plan.predicted_blocks for plan in self._plans)

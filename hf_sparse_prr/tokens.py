@@ -88,7 +88,7 @@ class Tokens:
         self.start: torch.Tensor | None = None
         self.start_min: int = 0
         self.start_max: int | None = 0
-        self._elsewhere: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shared: dict[Any, Any] = {}  # what layers work out once per forward; emptied when anything changes
 
     @property
     def batch(self) -> int | None:
@@ -129,7 +129,7 @@ class Tokens:
         else:
             self.valid[:, :end] = step.validity
         self.length = end
-        self._elsewhere.clear()
+        self.shared.clear()
         if step.changed or self.start_max is None or (step.begin == 0 and step.validity is not None):
             self._find_start()
 
@@ -151,9 +151,9 @@ class Tokens:
         assert self.valid is not None and self.start is not None
         if self.valid.device == device:
             return self.valid, self.start
-        if device not in self._elsewhere:
-            self._elsewhere[device] = (self.valid.to(device), self.start.to(device))
-        return self._elsewhere[device]
+        if device not in self.shared:
+            self.shared[device] = (self.valid.to(device), self.start.to(device))
+        return self.shared[device]
 
     def crop(self, length: int) -> None:
         """Forget the columns at and past `length`."""
@@ -161,16 +161,19 @@ class Tokens:
             return
         self.valid[:, length : self.length] = False
         self.length = length
-        self._elsewhere.clear()
+        self.shared.clear()
         if self.start_max is None or length <= self.start_max:
             self._find_start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "shared": {}}
 
     def map_rows(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension."""
         if self.valid is None:
             return
         self.valid, self.start = rows(self.valid), rows(self.start)
-        self._elsewhere.clear()
+        self.shared.clear()
         self._find_start()
 
     def any_longer(self, column: int, tokens: int) -> bool:

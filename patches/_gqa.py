@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
-from hf_sparse_prr.decode import Token, decode_token, record_fitting
+from hf_sparse_prr.decode import decode_token, record_fitting, token_at
 from hf_sparse_prr.tokens import Step
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ class SparseGQA:
         sparse = plan.status == "sparse" and step.dense_reason is None
         output = weights = None
         if not sparse or not decoding or step.first_decode > 0 or not tokens.all_longer(decoding[0], budget):
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, self.eager_attention
-            )
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
@@ -92,10 +90,9 @@ class SparseGQA:
                 if self.binding.handle.config.trace:
                     record_fitting(statistics, self.layer_idx, plan, query, heads, first_step + offset)
                 continue
-            valid, start = tokens.on(query.device)
+            token = token_at(tokens, column, first_step + offset, plan, query.device)
             kernels = self.binding.handle.kernels.module
-            layer.summarise(kernels, valid, start)
-            token = Token(valid, start, column, first_step + offset, column + 1 - start > budget)
+            layer.summarise(kernels, token.valid, token.start)
             at = column - step.begin
             attended = decode_token(
                 layer,

@@ -55,31 +55,34 @@ def block_partials(
     """
     batch, heads, group, dim = query.shape
     columns = keys.shape[2]
+    result = Partials(
+        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
+        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
+        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
+    )
+    if blocks.shape[2] == 0:
+        return result
     row, head, slot = (blocks >= 0).nonzero(as_tuple=True)
     tokens = (start.long()[row] + blocks[row, head, slot].long() * block_size)[:, None] + torch.arange(
         block_size, device=keys.device
     )
     within = tokens.clamp(max=columns - 1)
     attended = (tokens < end) & valid[row[:, None], within]
+    # What lies in an unattended column may be anything, also NaN, and 0 * NaN is NaN: read an attended one instead.
+    # Masking the gathered values takes as long as the rest of the product (100 us of 400 on a CPU, 87 blocks of 32).
+    within = torch.where(attended, within, within.gather(1, attended.to(torch.uint8).argmax(dim=1, keepdim=True)))
     flat = ((row * heads + head)[:, None] * columns + within).flatten()
     shape = (-1, block_size, dim)
     block_keys = keys.reshape(-1, dim).index_select(0, flat).view(shape).float()
-    # What lies in an unattended column may be anything, also NaN, and 0 * NaN is NaN
     block_values = values.reshape(-1, dim).index_select(0, flat).view(shape).float()
-    block_values = block_values.masked_fill(~attended[..., None], 0.0)
 
     scaled = (query.float() * (scale * LOG2_E))[row, head]
     logits = (scaled[:, :, None, :] * block_keys[:, None]).sum(dim=-1)
     logits = logits.masked_fill(~attended[:, None], float("-inf"))
     peak = logits.amax(dim=-1)
     weights = exp2(shifted(logits, peak[..., None]))
-
-    result = Partials(
-        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
-        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
-        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
-    )
-    result.output[row, head, slot] = (weights[..., None] * block_values[:, None]).sum(dim=-2)
+    output = (weights[..., None] * block_values[:, None]).sum(dim=-2)
+    result.output[row, head, slot] = output.masked_fill((peak == float("-inf"))[..., None], 0.0)
     result.peak[row, head, slot] = peak
     result.total[row, head, slot] = weights.sum(dim=-1)
     return result

@@ -38,7 +38,8 @@ def update_summaries(
     tokens = (start.long()[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
     within = tokens.clamp(max=columns - 1)
     counted = ((tokens < end) & valid[rows[:, None], within])[:, None, :, None]
-    flat = ((rows[:, None, None] * heads + torch.arange(heads, device=keys.device)[:, None]) * columns) + within[:, None]
+    planes = rows[:, None] * heads + torch.arange(heads, device=keys.device)
+    flat = planes[..., None] * columns + within[:, None]
     gathered = keys.reshape(-1, keys.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, -1)
     lower[rows, :, ids] = gathered.masked_fill(~counted, float("inf")).amin(dim=2)
     upper[rows, :, ids] = gathered.masked_fill(~counted, float("-inf")).amax(dim=2)

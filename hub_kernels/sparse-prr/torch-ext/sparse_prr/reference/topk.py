@@ -21,9 +21,7 @@ class TopKStats(NamedTuple):
     fallback: torch.Tensor
 
 
-def check_topk_arguments(
-    scores: torch.Tensor, k: int, hint: torch.Tensor | None, lengths: torch.Tensor | None
-) -> None:
+def check_topk_arguments(scores: torch.Tensor, k: int, hint: torch.Tensor | None, lengths: torch.Tensor | None) -> None:
     """Raise ValueError for anything outside the contract of `gvr_topk`."""
     if scores.dim() != 2 or scores.dtype not in _SCORE_DTYPES:
         raise ValueError(

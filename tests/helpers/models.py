@@ -1,0 +1,57 @@
+"""Small models and prompts that every test uses."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TOLERANCE = {  # of outputs whose arithmetic may be ordered differently
+    torch.float32: dict(rtol=2e-5, atol=2e-5),
+    torch.bfloat16: dict(rtol=2e-2, atol=2e-2),
+    torch.float16: dict(rtol=5e-3, atol=5e-3),
+}
+SPARSE = dict(budget=80, block_size=16, dense_layers=0)  # 5 blocks, 3 of them forced
+VOCABULARY = 97
+
+
+def tiny_llama(seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float32, **overrides) -> LlamaForCausalLM:
+    """A random Llama, eval mode: 4 query heads over 2 KV heads of dim 8, no eos, pad id 0."""
+    torch.manual_seed(seed)
+    settings = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides}))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0.0, 0.25)
+    return model.to(dtype).eval()
+
+
+def prompt(length: int = 150, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random ids without the pad id."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def left_pad(rows: list[torch.Tensor], extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, attention_mask) of 1-D rows, padded on the left to the longest, and by `extra` columns more."""
+    width = max(len(row) for row in rows) + extra
+    ids = torch.zeros((len(rows), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = row
+        mask[index, width - len(row) :] = 1
+    return ids, mask
+
+
+def greedy(model, ids: torch.Tensor, tokens: int = 24, **kwargs) -> torch.Tensor:
+    """Only the new ids."""
+    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
+    return out[:, -tokens:]
