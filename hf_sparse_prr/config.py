@@ -46,7 +46,8 @@ class SparseConfig:
         speculate: attend to predicted blocks while the selection is computed (PRR). "auto": where a profile says it
             pays; there is no profile yet, so off.
         spec_ratio: predicted blocks per selected block, any float > 0; "profile" without a profile is 1.0.
-        ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0.
+        ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0; "calibrate" chooses them from
+            the last prompt queries, per batch row and layer.
         semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
         hint: what the top-k starts from. It never changes the result.
         kernels: "auto" (the bundled copy), "reference" (plain torch), or a path to a built kernel repo.
@@ -62,7 +63,7 @@ class SparseConfig:
     dense_layers: int | Literal["auto"] = "auto"
     speculate: bool | Literal["auto"] = "auto"
     spec_ratio: float | Literal["profile"] = "profile"
-    ema: tuple[float, float, float] = DEFAULT_EMA
+    ema: tuple[float, float, float] | Literal["calibrate"] = "calibrate"
     semantics: str = "exact"
     hint: str = "predicted"
     kernels: str | Path = "auto"
@@ -114,6 +115,8 @@ class SparseConfig:
 
     def _check_ema(self) -> None:
         ema = self.ema
+        if ema == "calibrate":
+            return
         good = (
             isinstance(ema, tuple | list)
             and len(ema) == 3
@@ -122,7 +125,7 @@ class SparseConfig:
             and 0 < ema[1] <= 1
             and ema[2] >= 0
         )
-        _expect(good, "ema", "(alpha, beta, gamma), alpha and beta in (0, 1], gamma >= 0", ema)
+        _expect(good, "ema", "'calibrate' or (alpha, beta, gamma), alpha and beta in (0, 1], gamma >= 0", ema)
         object.__setattr__(self, "ema", tuple(float(value) for value in ema))
 
     def _check_budget(self) -> None:
@@ -173,7 +176,7 @@ class SparseConfig:
             sink_blocks=self.sink_blocks,
             local_blocks=self.local_blocks,
             predicted_blocks=math.floor(ratio * free) if self.speculate is True else 0,
-            ema=self.ema,
+            ema=None if self.ema == "calibrate" else self.ema,
             superset=self.semantics == "superset",
             hint=self.hint,
         )
@@ -182,7 +185,8 @@ class SparseConfig:
 
 
 class LayerPlan(NamedTuple):
-    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted."""
+    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted; `ema` is None where it
+    is calibrated."""
 
     status: str
     reason: str
@@ -199,6 +203,11 @@ class LayerPlan(NamedTuple):
     @classmethod
     def dense(cls, reason: str) -> "LayerPlan":
         return cls(status="dense", reason=reason)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the layer keeps prompt queries to choose its EMA from."""
+        return self.predicted_blocks > 0 and self.ema is None
 
     @property
     def free_blocks(self) -> int:

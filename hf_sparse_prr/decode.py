@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import torch
 
+from .blocks import ascending, top_blocks
 from .cache import SparseLayer
-from .config import LayerPlan
+from .calibration import calibrate
+from .config import DEFAULT_EMA, LayerPlan
 from .predictor import Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS
 from .tokens import Tokens
-
-_NO_BLOCK = torch.iinfo(torch.int32).max
 
 
 class Token(NamedTuple):
@@ -60,18 +60,6 @@ class Selection(NamedTuple):
     scores: torch.Tensor
 
 
-def top_blocks(kernels: ModuleType, scores: torch.Tensor, k: int, hint: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 [B, H, k]: the best-scored blocks of each KV head."""
-    hints = None if hint is None else hint.flatten(0, 1)
-    return kernels.gvr_topk(scores.flatten(0, 1), k, hint=hints).view(*scores.shape[:2], k)
-
-
-def ascending(blocks: torch.Tensor) -> torch.Tensor:
-    """Block ids in order, -1 last."""
-    ordered = blocks.masked_fill(blocks < 0, _NO_BLOCK).sort(dim=-1).values
-    return ordered.masked_fill(ordered == _NO_BLOCK, -1)
-
-
 def select(
     layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, hint: torch.Tensor | None
 ) -> Selection:
@@ -108,9 +96,12 @@ def decode_token(
     Returns:
         fp32 [B, H, G, D]; of use only in the rows that select.
     """
-    plan, prior = layer.plan, layer.memory.prior
+    plan = layer.plan
+    if layer.memory.uncalibrated:
+        calibrate(layer, token.valid, token.start, kernels)
+    prior = layer.memory.prior
     batch, heads = query.shape[:2]
-    ema = layer.memory.coefficients(plan.ema, batch, query.device)
+    ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, query.device)
     attend = dict(scale=scale, block_size=plan.block_size)
     data = (query, layer.keys, layer.values, token.valid, token.start)
     end = token.column + 1
@@ -178,6 +169,7 @@ def count(
     if importance is None:
         statistics.add(layer_idx, torch.stack([attended, scored]), None)
         return free
+    statistics.ema[layer_idx] = layer.memory.ema
     hit, chosen = kernels.slots_of(free, predicted) >= 0, free >= 0
     hits, guesses = hit.sum(), (predicted >= 0).sum()
     weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()

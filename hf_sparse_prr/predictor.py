@@ -6,6 +6,10 @@ from typing import NamedTuple
 import torch
 
 
+QUERIES = 32  # prompt queries kept for calibration
+MIN_QUERIES = 8  # fewer don't calibrate
+
+
 class Prior(NamedTuple):
     """State before a decode token. level, trend: fp32 [B, H, N], NaN level where a block was never scored; None while
     nothing is predicted. winners: int32 [B, H, K], the blocks the last token selected by score, -1 padded."""
@@ -28,19 +32,38 @@ class Prior(NamedTuple):
 
 
 class Memory:
-    """The prior of one layer, and the priors that a crop inside the last forward brings back."""
+    """The prior of one layer, the coefficients of its EMA, the prompt queries that calibrate them, and the priors that
+    a crop inside the last forward brings back."""
 
     def __init__(self) -> None:
         self.prior: Prior | None = None
-        self._ema: torch.Tensor | None = None
+        self.ema: torch.Tensor | None = None  # fp32 [B, 3]: alpha, beta, gamma
+        self.queries: torch.Tensor | None = None  # [B, H, G, W, D] of the columns below
+        self.columns: list[int] = []
+        self.uncalibrated = False
         self._before: dict[int, Prior | None] = {}  # by the column of a token of the last forward
         self._begin = 0
 
     def coefficients(self, ema: tuple[float, float, float], batch: int, device: torch.device) -> torch.Tensor:
-        """fp32 [B, 3] (alpha, beta, gamma) of each batch row."""
-        if self._ema is None:
-            self._ema = torch.tensor(ema, dtype=torch.float32, device=device).repeat(batch, 1)
-        return self._ema
+        """fp32 [B, 3] of each batch row; `ema` where nothing has calibrated them."""
+        if self.ema is None:
+            self.ema = torch.tensor(ema, dtype=torch.float32, device=device).repeat(batch, 1)
+        return self.ema
+
+    def remember(self, queries: torch.Tensor, begin: int) -> None:
+        """Keep the last prompt queries, [B, H, G, W, D] of the columns from `begin` on: the same ones however the
+        prompt was chunked."""
+        kept = queries[:, :, :, -QUERIES:]
+        end = begin + queries.shape[3]
+        self.queries = (
+            kept.clone() if self.queries is None else torch.cat([self.queries, kept], dim=3)[:, :, :, -QUERIES:]
+        )
+        self.columns = [*self.columns, *range(end - kept.shape[3], end)][-QUERIES:]
+        self.uncalibrated = True
+
+    def start(self, ema: torch.Tensor, prior: Prior) -> None:
+        """Calibration chose the coefficients and the state the EMA starts from."""
+        self.ema, self.prior, self.uncalibrated = ema, prior, False
 
     def open(self, begin: int) -> None:
         """A forward starts at column `begin`."""
@@ -54,6 +77,7 @@ class Memory:
     def crop(self, length: int) -> None:
         """Columns at and past `length` are gone. Inside the last forward their tokens are undone; deeper, the prior is
         cleared: what it was then isn't known, and an empty prior is always right."""
+        self._drop_queries(length)
         if length < self._begin:
             self.clear()
             return
@@ -63,6 +87,12 @@ class Memory:
         for column in undone:
             del self._before[column]
 
+    def _drop_queries(self, length: int) -> None:
+        held = sum(column < length for column in self.columns)
+        if self.queries is not None and held < len(self.columns):
+            self.queries, self.columns = self.queries[:, :, :, :held], self.columns[:held]
+            self.uncalibrated = self.uncalibrated and held > 0
+
     def clear(self) -> None:
         self.prior = None
         self._before = {}
@@ -70,5 +100,6 @@ class Memory:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or of the device to everything."""
         self.prior = None if self.prior is None else self.prior.map(change)
-        self._ema = None if self._ema is None else change(self._ema)
+        self.ema = None if self.ema is None else change(self.ema)
+        self.queries = None if self.queries is None else change(self.queries)
         self._before = {column: None if prior is None else prior.map(change) for column, prior in self._before.items()}

@@ -35,6 +35,7 @@ class Statistics:
         self.selector_calls = [0] * layers
         self.bytes_per_block = [0] * layers
         self.bytes_per_summary = [0] * layers
+        self.ema: list[torch.Tensor | None] = [None] * layers
         self.trace: list[TraceEntry] = []
         self._counts: list[torch.Tensor | None] = [None] * layers
         self._weights: list[torch.Tensor | None] = [None] * layers
@@ -95,6 +96,7 @@ class Recorder:
         self._live: list[tuple[weakref.ref[SparseCache], Statistics]] = []
         self._done = self._layers(Statistics(len(self._plans)))
         self._done_trace: list[TraceEntry] = []
+        self._last_ema: list[Any] = [None] * len(self._plans)
 
     def statistics_of(self, cache: "SparseCache") -> Statistics:
         """The statistics a cache writes to, made at its first decode token."""
@@ -113,6 +115,7 @@ class Recorder:
             if (owner := cache()) is not None and owner.statistics is statistics:
                 alive.append((cache, statistics))
                 continue
+            self._last_ema = [self._ema(index) for index in range(len(self._plans))]
             self._done = [_sum(pair) for pair in zip(self._done, self._layers(statistics), strict=True)]
             self._done_trace.extend(statistics.trace)
         self._live = alive
@@ -128,15 +131,21 @@ class Recorder:
         total = _summary(_sum(layers))
         total["steps"] = layers[0]["steps"]
         predicts = any(plan.predicted_blocks for plan in self._plans)
-        ema = self._config.ema if predicts else None
         return {
             **total,
-            "ema": ema,
+            "ema": self._config.ema if predicts else None,
             "layers": [
-                {"layer": index, **_summary(layer), "ema": ema if self._plans[index].predicted_blocks else None}
-                for index, layer in enumerate(layers)
+                {"layer": index, **_summary(layer), "ema": self._ema(index)} for index, layer in enumerate(layers)
             ],
         }
+
+    def _ema(self, index: int) -> Any:
+        """(alpha, beta, gamma) that a layer last predicted with, a list of them where batch rows differ."""
+        used = [statistics.ema[index] for _, statistics in self._live if statistics.ema[index] is not None]
+        if not used:
+            return self._last_ema[index]
+        rows = [tuple(round(value, 6) for value in row) for row in used[-1].tolist()]
+        return rows[0] if len(set(rows)) == 1 else rows
 
 
 class LayerReport(NamedTuple):

@@ -74,6 +74,9 @@ class SparseGQA:
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
+        if sparse and plan.calibrates and step.first_decode:
+            prompt = query[:, :, : step.first_decode].unflatten(1, (keys.shape[1], -1))
+            layer.memory.remember(prompt, step.begin)
         if not decoding:
             return output, weights
         statistics = self.binding.handle.recorder.statistics_of(cache)

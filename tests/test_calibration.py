@@ -1,0 +1,170 @@
+"""The coefficients that calibration chooses are those a plain loop over the grid finds best."""
+
+import copy
+
+import pytest
+import torch
+from models import SPARSE, TOLERANCE, left_pad, prompt, tiny_llama
+
+from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.calibration import GRID, prompt_scores
+from hf_sparse_prr.config import DEFAULT_EMA
+
+pytestmark = pytest.mark.compat
+PRR = dict(SPARSE, speculate=True, budget=96)  # 3 blocks by score
+
+
+def prefill(model, ids, mask=None, chunk=None):
+    cache = SparseCache(model)
+    cache.prompt_length = ids.shape[1]
+    with torch.no_grad():
+        for begin in range(0, ids.shape[1], chunk or ids.shape[1]):
+            end = min(begin + (chunk or ids.shape[1]), ids.shape[1])
+            given = None if mask is None else mask[:, :end]
+            positions = None if mask is None else (given.cumsum(1) - 1).clamp(min=0)[:, begin:end]
+            model(ids[:, begin:end], attention_mask=given, position_ids=positions, past_key_values=cache)
+    cache.prompt_length = None
+    return cache
+
+
+def decode_one(model, cache, mask=None):
+    batch = cache.tokens.batch
+    with torch.no_grad():
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+        positions = None if mask is None else (mask.cumsum(1) - 1)[:, -1:]
+        model(prompt(1, batch=batch, seed=9), attention_mask=mask, position_ids=positions, past_key_values=cache)
+
+
+def best_by_loops(scores, row, k):
+    """(candidate, level, trend) for one batch row, in Python floats."""
+    heads = scores[0].shape[1]
+    rates = {}
+    for candidate in sorted(GRID):
+        alpha, beta, gamma = candidate
+        ratios = []
+        states = {}
+        for head in range(heads):
+            level, trend = {}, {}
+            for index, raw in enumerate(scores):
+                values = {block: value for block, value in enumerate(raw[row, head].tolist()) if value == value}
+                low, high = min(values.values()), max(values.values())
+                seen = {block: (value - low) / (high - low) for block, value in values.items()}
+                winners = sorted(values, key=lambda block: (-values[block], block))[:k]
+                if index and sum(seen[block] for block in winners) > 0:
+                    guess = {block: level[block] + gamma * trend[block] for block in level}
+                    predicted = sorted(guess, key=lambda block: (-guess[block], block))[:k]
+                    hit = sum(seen[block] for block in winners if block in predicted)
+                    ratios.append(hit / sum(seen[block] for block in winners))
+                for block, value in seen.items():
+                    if block in level:
+                        trend[block] = beta * (value - level[block]) + (1 - beta) * trend[block]
+                        level[block] = alpha * value + (1 - alpha) * level[block]
+                    else:
+                        level[block], trend[block] = value, 0.0
+            states[head] = (level, trend)
+        rates[candidate] = (sum(ratios) / len(ratios), states)
+    return rates
+
+
+def test_the_grid_has_80_candidates():
+    assert len(GRID) == len(set(GRID)) == 80 and GRID[0] == DEFAULT_EMA
+
+
+def test_choice_and_state_equal_plain_loops():
+    model = tiny_llama(layers=2)
+    ids, mask = left_pad([prompt(200)[0], prompt(170, seed=1)[0]])
+    with patch_model(model, **PRR) as handle:
+        cache = prefill(model, ids, mask)
+        for layer, plan in zip(cache.layers, handle.plans, strict=True):
+            layer.plan = plan
+            layer.summarise(handle.kernels.module, cache.tokens.valid, cache.tokens.start)
+        scored = [
+            prompt_scores(layer, cache.tokens.valid, cache.tokens.start, handle.kernels.module)
+            for layer in cache.layers
+        ]
+        decode_one(model, cache, mask)
+        for layer, scores in zip(cache.layers, scored, strict=True):
+            assert len(scores) == 32 and layer.memory.columns == list(range(168, 200))
+            started = layer.memory._before[200]  # before the first decode token
+            for row in range(2):
+                rates = best_by_loops(scores, row, k=3)
+                chosen = tuple(round(value, 4) for value in layer.memory.ema[row].tolist())
+                assert rates[chosen][0] == pytest.approx(max(rate for rate, _ in rates.values()), abs=1e-6)
+                for head, (level, trend) in rates[chosen][1].items():
+                    for block, value in level.items():
+                        assert started.level[row, head, block] == pytest.approx(value, abs=1e-5)
+                        assert started.trend[row, head, block] == pytest.approx(trend[block], abs=1e-5)
+
+
+def test_the_first_decode_token_already_has_a_prediction():
+    model = tiny_llama()
+    with patch_model(model, **PRR, trace=True) as handle:
+        decode_one(model, prefill(model, prompt(200)))
+        assert all((entry.predicted >= 0).all() for entry in handle.trace)
+        assert handle.stats()["ema"] == "calibrate"
+        assert all(layer["ema"] in GRID for layer in handle.stats()["layers"])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_do_not_change_it(chunk):
+    model, ids = tiny_llama(), prompt(200, batch=2)
+    with patch_model(model, **PRR):
+        whole, pieces = prefill(model, ids), prefill(model, ids, chunk=chunk)
+        for cache in (whole, pieces):
+            decode_one(model, cache)
+        for one, two in zip(whole.layers, pieces.layers, strict=True):
+            assert one.memory.columns == two.memory.columns
+            assert torch.equal(one.memory.ema, two.memory.ema)
+            levels = [layer.memory.prior.level[:, :, :13] for layer in (one, two)]  # 200 tokens are 12.5 blocks
+            torch.testing.assert_close(*levels, equal_nan=True, **TOLERANCE[torch.float32])
+
+
+def test_a_row_does_not_depend_on_its_neighbour():
+    model = tiny_llama()
+    rows = [prompt(200)[0], prompt(150, seed=1)[0]]
+    ids, mask = left_pad(rows)
+    with patch_model(model, **PRR):
+        both = prefill(model, ids, mask)
+        decode_one(model, both, mask)
+        for index, row in enumerate(rows):
+            alone = prefill(model, row[None])
+            decode_one(model, alone)
+            for one, two in zip(alone.layers, both.layers, strict=True):
+                torch.testing.assert_close(one.memory.ema[0], two.memory.ema[index])
+
+
+def test_short_prompts_keep_the_default_and_predict_nothing_yet():
+    model = tiny_llama()
+    ids = prompt(200)
+    with patch_model(model, **PRR, trace=True) as handle:
+        cache = SparseCache(model)
+        cache.prompt_length = 7
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        first = [entry for entry in handle.trace if (entry.selected >= 0).any()][0]
+        assert (first.predicted == -1).all()
+        torch.testing.assert_close(cache.layers[0].memory.ema, torch.tensor([DEFAULT_EMA]))
+
+
+def test_every_prompt_calibrates_anew_and_copies_carry_it():
+    model = tiny_llama()
+    with patch_model(model, **PRR):
+        cache = prefill(model, prompt(200))
+        twin = copy.deepcopy(cache)
+        for held in (cache, twin):
+            decode_one(model, held)
+        assert torch.equal(cache.layers[1].memory.ema, twin.layers[1].memory.ema)
+        cache.prompt_length = 241
+        with torch.no_grad():
+            model(prompt(40, seed=4), past_key_values=cache)
+        assert cache.layers[1].memory.uncalibrated and cache.layers[1].memory.columns == list(range(209, 241))
+
+
+def test_given_coefficients_are_used_and_nothing_is_kept():
+    model = tiny_llama()
+    with patch_model(model, **PRR, ema=(0.6, 0.2, 0.5)) as handle:
+        cache = prefill(model, prompt(200))
+        decode_one(model, cache)
+        assert cache.layers[0].memory.queries is None
+        assert handle.stats()["ema"] == (0.6, 0.2, 0.5)
