@@ -71,7 +71,7 @@ def calibrate(layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kern
         winners = top_blocks(kernels, raw, plan.free_blocks)
         repeated = importance.repeat(len(candidates), 1, 1)
         if index:
-            predicted = top_blocks(kernels, kernels.ema_predict(level, trend, ema), plan.predicted_blocks)
+            predicted = top_blocks(kernels, kernels.ema_predict(level, trend, ema), min(plan.predicted_blocks, blocks))
             hits, seen = hit_weights(predicted, winners.repeat(len(candidates), 1, 1), repeated, kernels)
             rate, heads_seen = rate + hits, heads_seen + seen[:batch]
         level, trend = kernels.ema_update(level, trend, repeated, ema)

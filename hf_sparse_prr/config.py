@@ -12,6 +12,7 @@ SEMANTICS = ("exact", "superset")
 HINTS = ("predicted", "previous", "none")
 KERNEL_SOURCES = ("auto", "reference")
 DEFAULT_EMA = (0.4, 0.1, 0.25)
+_MANY = 2**31  # more blocks than any cache holds
 
 
 def _expect(condition: bool, field: str, expected: str, got: object) -> None:
@@ -175,7 +176,7 @@ class SparseConfig:
             blocks=blocks,
             sink_blocks=self.sink_blocks,
             local_blocks=self.local_blocks,
-            predicted_blocks=math.floor(ratio * free) if self.speculate is True else 0,
+            predicted_blocks=math.floor(min(ratio * free, _MANY)) if self.speculate is True else 0,
             ema=None if self.ema == "calibrate" else self.ema,
             superset=self.semantics == "superset",
             hint=self.hint,
@@ -185,8 +186,8 @@ class SparseConfig:
 
 
 class LayerPlan(NamedTuple):
-    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted; `ema` is None where it
-    is calibrated."""
+    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted, and may exceed the
+    blocks there are; `ema` is None where it is calibrated."""
 
     status: str
     reason: str

@@ -75,7 +75,7 @@ def predict(layer: SparseLayer, token: Token, kernels: ModuleType, ema: torch.Te
     """int32 [B, H, P]: the blocks the prior expects; all -1 where it expects nothing."""
     level, trend = layer.memory.prior.ema_state(layer.summaries[0].shape[2])
     expected = kernels.ema_predict(level, trend, ema).masked_fill(~token.selects[:, None, None], float("nan"))
-    return top_blocks(kernels, expected, layer.plan.predicted_blocks)
+    return top_blocks(kernels, expected, min(layer.plan.predicted_blocks, level.shape[2]))
 
 
 def decode_token(
@@ -109,7 +109,8 @@ def decode_token(
     if plan.predicted_blocks and prior is not None:
         predicted = predict(layer, token, kernels, ema)
     else:
-        predicted = query.new_full((batch, heads, plan.predicted_blocks), -1, dtype=torch.int32)
+        slots = min(plan.predicted_blocks, layer.summaries[0].shape[2])
+        predicted = query.new_full((batch, heads, slots), -1, dtype=torch.int32)
     speculative = kernels.block_partials(*data, predicted, end, **attend)
 
     hint = None
@@ -145,7 +146,7 @@ def record_fitting(
     def none(slots: int) -> torch.Tensor:
         return like.new_full((like.shape[0], heads, slots), -1, dtype=torch.int32)
 
-    entry = TraceEntry(step, layer_idx, none(plan.predicted_blocks), none(plan.blocks), none(plan.free_blocks))
+    entry = TraceEntry(step, layer_idx, none(min(plan.predicted_blocks, plan.blocks)), none(plan.blocks), none(plan.free_blocks))
     statistics.trace.append(entry)
 
 
