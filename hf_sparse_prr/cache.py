@@ -26,17 +26,18 @@ class SparseLayer(CacheLayerMixin):
 
     is_croppable = True
     is_sliding = False
+    keys: torch.Tensor  # None, as in every cache layer, until the first states come
+    values: torch.Tensor
 
     def __init__(self, max_length: int | None = None) -> None:
         super().__init__()
         self.max_length = max_length
         self.is_compileable = max_length is not None
-        self.plan: LayerPlan | None = None
+        self.plan = LayerPlan.dense("no settings yet")
         self._empty()
 
     def _empty(self) -> None:
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
         self.length = 0
         self.summaries: tuple[torch.Tensor, ...] = ()
@@ -45,11 +46,11 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.keys.shape[2] if self.is_initialized else 0
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.keys is None else self.keys.shape[0]
+        return self.keys.shape[0] if self.is_initialized else -1
 
     @property
     def bytes_per_token(self) -> int:
@@ -187,6 +188,8 @@ class SparseCache(Cache):
         ValueError: `sparse_config` and the patched model's settings differ; max_length isn't a positive int.
     """
 
+    layers: list[SparseLayer]  # type: ignore[assignment]
+
     def __init__(
         self, model_or_config: Any, *, max_length: int | None = None, sparse_config: SparseConfig | None = None
     ) -> None:
@@ -316,7 +319,7 @@ class SparseCache(Cache):
         self._step = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self.tokens.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:

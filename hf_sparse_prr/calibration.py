@@ -34,6 +34,7 @@ def prompt_scores(
     """fp32 [B, H, N] for each remembered prompt query; NaN for blocks it wouldn't have selected from, and for rows in
     which it is padding."""
     plan, memory = layer.plan, layer.memory
+    assert memory.queries is not None
     scores = []
     for index, column in enumerate(memory.columns):
         selectable = (column - start) // plan.block_size - plan.local_blocks + 1

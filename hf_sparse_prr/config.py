@@ -20,12 +20,12 @@ def _expect(condition: bool, field: str, expected: str, got: object) -> None:
         raise ValueError(f"{field}: expected {expected}, got {got!r}")
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _choices(values: tuple[Any, ...]) -> str:
@@ -191,7 +191,7 @@ class LayerPlan(NamedTuple):
 
     status: str
     reason: str
-    selector: str | None = None
+    selector: str = ""
     block_size: int = 0
     blocks: int = 0
     sink_blocks: int = 0

@@ -71,9 +71,9 @@ def select(
     return Selection(free, ascending(torch.cat([forced, free], dim=-1)), scores)
 
 
-def predict(layer: SparseLayer, token: Token, kernels: ModuleType, ema: torch.Tensor) -> torch.Tensor:
+def predict(layer: SparseLayer, prior: Prior, token: Token, kernels: ModuleType, ema: torch.Tensor) -> torch.Tensor:
     """int32 [B, H, P]: the blocks the prior expects; all -1 where it expects nothing."""
-    level, trend = layer.memory.prior.ema_state(layer.summaries[0].shape[2])
+    level, trend = prior.ema_state(layer.summaries[0].shape[2])
     expected = kernels.ema_predict(level, trend, ema).masked_fill(~token.selects[:, None, None], float("nan"))
     return top_blocks(kernels, expected, min(layer.plan.predicted_blocks, level.shape[2]))
 
@@ -107,7 +107,7 @@ def decode_token(
     end = token.column + 1
 
     if plan.predicted_blocks and prior is not None:
-        predicted = predict(layer, token, kernels, ema)
+        predicted = predict(layer, prior, token, kernels, ema)
     else:
         slots = min(plan.predicted_blocks, layer.summaries[0].shape[2])
         predicted = query.new_full((batch, heads, slots), -1, dtype=torch.int32)
@@ -146,7 +146,9 @@ def record_fitting(
     def none(slots: int) -> torch.Tensor:
         return like.new_full((like.shape[0], heads, slots), -1, dtype=torch.int32)
 
-    entry = TraceEntry(step, layer_idx, none(min(plan.predicted_blocks, plan.blocks)), none(plan.blocks), none(plan.free_blocks))
+    entry = TraceEntry(
+        step, layer_idx, none(min(plan.predicted_blocks, plan.blocks)), none(plan.blocks), none(plan.free_blocks)
+    )
     statistics.trace.append(entry)
 
 

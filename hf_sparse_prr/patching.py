@@ -29,6 +29,11 @@ def cache_argument() -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+def _class_method(instance: Any, name: str) -> Any:
+    """The method of the class, whatever the instance has in its place."""
+    return types.MethodType(getattr(type(instance), name), instance)
+
+
 class Binding:
     """What a patched attention module knows: its handle and its plan."""
 
@@ -77,7 +82,7 @@ class GenerateHook:
     def _stock(self) -> Any:
         if self.stock != _MISSING:
             return self.stock
-        return types.MethodType(type(self.handle.model).generate, self.handle.model)
+        return _class_method(self.handle.model, "generate")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "cache" in kwargs and cache_argument() != "cache":
@@ -111,7 +116,7 @@ class PrepareCacheHook:
         else:
             stock = self.stock
             if stock == _MISSING:
-                stock = types.MethodType(type(model)._prepare_cache_for_generation, model)
+                stock = _class_method(model, "_prepare_cache_for_generation")
             stock(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get(name)
         if isinstance(cache, SparseCache) and self.handle.generating:
@@ -198,7 +203,7 @@ class PatchHandle:
                     "semantics": "superset" if plan.superset else "exact",
                     "hint": plan.hint,
                 }
-            layers.append(LayerReport(index, name, plan.selector, settings, plan.status, plan.reason))
+            layers.append(LayerReport(index, name, plan.selector or None, settings, plan.status, plan.reason))
         notes = []
         if self.config.speculate == "auto":
             notes.append("speculate='auto': off, there is no profile for this model and device")
@@ -246,9 +251,9 @@ def _set_class(module: nn.Module, cls: type) -> None:
     module.__class__ = cls
     attributes = module.__dict__
     if "_old_forward" in attributes:  # what a hooked forward calls
-        attributes["_old_forward"] = types.MethodType(cls.forward, module)
+        attributes["_old_forward"] = _class_method(module, "forward")
     elif isinstance(attributes.get("forward"), types.MethodType):  # left behind by remove_hook_from_module
-        attributes["forward"] = types.MethodType(cls.forward, module)
+        attributes["forward"] = _class_method(module, "forward")
 
 
 def _check_forward(module: nn.Module) -> None:

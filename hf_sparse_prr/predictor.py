@@ -19,7 +19,8 @@ class Prior(NamedTuple):
     trend: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Prior":
-        return Prior(*(None if tensor is None else change(tensor) for tensor in self))
+        level, trend = (None if tensor is None else change(tensor) for tensor in (self.level, self.trend))
+        return Prior(change(self.winners), level, trend)
 
     def ema_state(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(level, trend) over `blocks` blocks; those that are new to them have never been scored."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ class Statistics:
     def add(self, layer: int, counts: torch.Tensor, weights: torch.Tensor | None) -> None:
         """Add to a layer's counters: int64, the first of `_COUNTS`, and float64, all of `_WEIGHTS`."""
         for held, new in ((self._counts, counts), (self._weights, weights)):
+            old = held[layer]
             if new is not None:
-                held[layer] = new if held[layer] is None else held[layer] + new
+                held[layer] = new if old is None else old + new
 
     def crop_trace(self, steps: int) -> None:
         """Tokens at and past decode step `steps` were dropped."""
@@ -99,7 +101,7 @@ class Recorder:
         self._last_ema: list[Any] = [None] * len(self._plans)
 
     def statistics_of(self, cache: "SparseCache") -> Statistics:
-        """The statistics a cache writes to, made at its first decode token."""
+        """The statistics a cache writes to."""
         if cache.statistics is None or not any(held is cache.statistics for _, held in self._live):
             self._fold()
             cache.statistics = Statistics(len(self._plans))
@@ -141,14 +143,15 @@ class Recorder:
 
     def _ema(self, index: int) -> Any:
         """(alpha, beta, gamma) that a layer last predicted with, a list of them where batch rows differ."""
-        used = [statistics.ema[index] for _, statistics in self._live if statistics.ema[index] is not None]
+        used = [ema for _, statistics in self._live if (ema := statistics.ema[index]) is not None]
         if not used:
             return self._last_ema[index]
         rows = [tuple(round(value, 6) for value in row) for row in used[-1].tolist()]
         return rows[0] if len(set(rows)) == 1 else rows
 
 
-class LayerReport(NamedTuple):
+@dataclass(frozen=True)
+class LayerReport:
     """One layer of the report: `settings` are the resolved ones, `status` is "sparse", "dense" or "shared"."""
 
     index: int

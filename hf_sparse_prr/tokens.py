@@ -5,7 +5,8 @@ Bits change only through `commit`, after everything that can be refused has been
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ MAX_DRAFT = 16
 MASK_REASON = "the attention mask is not causal x per-token validity"
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """One forward over the cache, worked out once and shared by its layers.
 
     begin, count: the columns it adds.  first_decode: query tokens before it are prompt and attend densely (0..count).
@@ -84,15 +86,15 @@ class Tokens:
 
     def reset(self) -> None:
         self.length = 0
-        self.valid: torch.Tensor | None = None
-        self.start: torch.Tensor | None = None
+        self.valid = torch.zeros((0, 0), dtype=torch.bool)  # [B, capacity]; no rows: nothing came yet
+        self.start = torch.zeros(0, dtype=torch.int64)
         self.start_min: int = 0
         self.start_max: int | None = 0
         self.shared: dict[Any, Any] = {}  # what layers work out once per forward; emptied when anything changes
 
     @property
     def batch(self) -> int | None:
-        return None if self.valid is None else self.valid.shape[0]
+        return self.valid.shape[0] or None
 
     def plan(self, mask: Any, batch: int, count: int, kv_length: int, prompt_length: int | None) -> Step:
         """Check a forward of `count` new columns and say what it is. Writes nothing."""
@@ -107,7 +109,7 @@ class Tokens:
             first_decode = count if begin == 0 or count > MAX_DRAFT else 0
         validity, factorises = read_mask(mask, batch, begin, count, kv_length)
         changed = False
-        if validity is not None and self.valid is not None:
+        if validity is not None and self.batch is not None:
             validity = validity.to(self.valid.device)
             if factorises:
                 changed = not torch.equal(validity[:, :begin], self.valid[:, :begin])
@@ -119,7 +121,7 @@ class Tokens:
     def commit(self, step: Step, batch: int, capacity: int, device: torch.device) -> None:
         """Write the columns of `step`; the buffer then holds `capacity` of them."""
         end = step.begin + step.count
-        if self.valid is None:
+        if self.batch is None:
             self.valid = torch.zeros((batch, capacity), dtype=torch.bool, device=device)
             self.start = torch.zeros(batch, dtype=torch.int64, device=device)
         elif self.valid.shape[1] < capacity:
@@ -135,10 +137,8 @@ class Tokens:
 
     def _find_start(self) -> None:
         """Reads the device: at prompts, when old columns changed, and while a row has no real token."""
-        if self.valid is None:
-            return
         known = self.valid[:, : self.length]
-        if self.length == 0:
+        if known.numel() == 0:
             self.start, self.start_min, self.start_max = torch.zeros_like(self.start), 0, 0
             return
         empty = ~known.any(dim=1)
@@ -148,7 +148,6 @@ class Tokens:
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(valid, start) on a layer's device."""
-        assert self.valid is not None and self.start is not None
         if self.valid.device == device:
             return self.valid, self.start
         if device not in self.shared:
@@ -157,7 +156,7 @@ class Tokens:
 
     def crop(self, length: int) -> None:
         """Forget the columns at and past `length`."""
-        if self.valid is None or length >= self.length:
+        if length >= self.length:
             return
         self.valid[:, length : self.length] = False
         self.length = length
@@ -170,7 +169,7 @@ class Tokens:
 
     def map_rows(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension."""
-        if self.valid is None:
+        if self.batch is None:
             return
         self.valid, self.start = rows(self.valid), rows(self.start)
         self.shared.clear()

@@ -9,13 +9,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import decode_token, record_fitting, token_at
+from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 
 if TYPE_CHECKING:
     from hf_sparse_prr.patching import Binding
 
+    class _Attention(torch.nn.Module):
+        """What a stock attention class has."""
 
-class SparseGQA:
+        config: Any
+        layer_idx: int
+        scaling: float
+        o_proj: Any
+
+else:
+    _Attention = object
+
+
+class SparseGQA(_Attention):
     """Mixed in before a stock attention class. `binding` is set when an instance is patched.
 
     A family gives `project` (hidden states -> post-RoPE query [B, H*G, Q, D], key, value [B, H, Q, D], with the
@@ -64,52 +76,48 @@ class SparseGQA:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, Q, H*G, D]. Stock runs once where any row of any token needs it; tokens that select are overwritten."""
-        layer, tokens, plan = cache.layers[self.layer_idx], cache.tokens, self.binding.plan
-        budget = plan.blocks * plan.block_size
-        decoding = range(step.begin + step.first_decode, step.begin + step.count)
+        plan, heads = self.binding.plan, keys.shape[1]
         sparse = plan.status == "sparse" and step.dense_reason is None
-        output = weights = None
-        if not sparse or not decoding or step.first_decode > 0 or not tokens.all_longer(decoding[0], budget):
+        decoding = range(step.begin + step.first_decode, step.begin + step.count) if sparse else range(0)
+        statistics = self.binding.handle.recorder.statistics_of(cache)
+        if self.layer_idx == 0:
+            statistics.steps += step.count - step.first_decode
+        weights: torch.Tensor | None = None
+        if step.first_decode == 0 and decoding and cache.tokens.all_longer(decoding[0], plan.blocks * plan.block_size):
+            output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[3]))
+        else:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
         if sparse and plan.calibrates and step.first_decode:
-            prompt = query[:, :, : step.first_decode].unflatten(1, (keys.shape[1], -1))
-            layer.memory.remember(prompt, step.begin)
-        if not decoding:
-            return output, weights
-        statistics = self.binding.handle.recorder.statistics_of(cache)
-        if self.layer_idx == 0:
-            statistics.steps += len(decoding)
-        if not sparse:
-            return output, weights
-        if output is None:
-            output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        heads = keys.shape[1]
-        first_step = len(cache.decode_columns) - len(decoding)
-        for offset, column in enumerate(decoding):
-            if not tokens.any_longer(column, budget):
-                if self.binding.handle.config.trace:
-                    record_fitting(statistics, self.layer_idx, plan, query, heads, first_step + offset)
-                continue
-            token = token_at(tokens, column, first_step + offset, plan, query.device)
-            kernels = self.binding.handle.kernels.module
-            layer.summarise(kernels, token.valid, token.start)
-            at = column - step.begin
-            attended = decode_token(
-                layer,
-                self.layer_idx,
-                query[:, :, at].unflatten(1, (heads, -1)),
-                token,
-                kernels,
-                self.scaling,
-                statistics,
-                self.binding.handle.config.trace,
-            )
-            attended = attended.flatten(1, 2).to(query.dtype)
-            if tokens.all_longer(column, budget):
-                output[:, at] = attended
-            else:
-                output[:, at] = torch.where(token.selects[:, None, None], attended, output[:, at])
+            prompt = query[:, :, : step.first_decode].unflatten(1, (heads, -1))
+            cache.layers[self.layer_idx].memory.remember(prompt, step.begin)
+        for column in decoding:
+            self._decode(query[:, :, column - step.begin].unflatten(1, (heads, -1)), column, cache, statistics, output)
         return output, weights
+
+    def _decode(
+        self, query: torch.Tensor, column: int, cache: SparseCache, statistics: Statistics, output: torch.Tensor
+    ) -> None:
+        """Overwrite `output` [B, Q, H*G, D] of the token in `column` in the rows that are longer than their budget.
+        query: [B, H, G, D]."""
+        plan, handle = self.binding.plan, self.binding.handle
+        tokens, layer = cache.tokens, cache.layers[self.layer_idx]
+        budget = plan.blocks * plan.block_size
+        at = column - tokens.length  # from the end: a forward's decode tokens are its last ones
+        decode_step = len(cache.decode_columns) + at
+        if not tokens.any_longer(column, budget):
+            if handle.config.trace:
+                record_fitting(statistics, self.layer_idx, plan, query, query.shape[1], decode_step)
+            return
+        kernels = handle.kernels.module
+        token = token_at(tokens, column, decode_step, plan, query.device)
+        layer.summarise(kernels, token.valid, token.start)
+        attended = decode_token(
+            layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace
+        )
+        attended = attended.flatten(1, 2).to(output.dtype)
+        if not tokens.all_longer(column, budget):
+            attended = torch.where(token.selects[:, None, None], attended, output[:, at])
+        output[:, at] = attended

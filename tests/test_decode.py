@@ -39,7 +39,7 @@ def run(model, ids, steps=20, mask=None, **settings):
 def predicting(monkeypatch, choose):
     """Make every prediction what `choose(layer, token, heads)` returns."""
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "predict", lambda layer, token, *_: choose(layer, token))
+        patch.setattr(decode, "predict", lambda layer, prior, token, *_: choose(layer, token))
         yield
 
 
