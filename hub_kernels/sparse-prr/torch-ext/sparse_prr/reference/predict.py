@@ -11,11 +11,13 @@ def normalise(scores: torch.Tensor) -> torch.Tensor:
 
     +inf counts as 1 and -inf as 0; where all finite scores are equal they count as 0.
     """
+    if scores.shape[-1] == 0:
+        return scores
     finite = scores.isfinite()
-    low = scores.masked_fill(~finite, float("inf")).amin(dim=-1, keepdim=True)
-    high = scores.masked_fill(~finite, float("-inf")).amax(dim=-1, keepdim=True)
-    span = high - low
-    importance = torch.where(finite & (span > 0), (scores - low) / span, 0.0)
+    wide = scores.double()  # max - min may exceed fp32
+    low = wide.masked_fill(~finite, float("inf")).amin(dim=-1, keepdim=True)
+    span = wide.masked_fill(~finite, float("-inf")).amax(dim=-1, keepdim=True) - low
+    importance = torch.where(finite & (span > 0), (wide - low) / span, 0.0).float()
     importance = importance.masked_fill(scores == float("inf"), 1.0)
     return importance.masked_fill(scores.isnan(), float("nan"))
 

@@ -19,11 +19,13 @@ def quest_scores(
     Returns:
         fp32 [B, H, N]; NaN for blocks that are not scored or hold no valid token.
     """
-    positive = query.float().clamp(min=0).sum(dim=2).unsqueeze(2)
-    negative = (-query.float()).clamp(min=0).sum(dim=2).unsqueeze(2)
     # Multiply and sum, not matmul: a BLAS dot product changes its bits with the shape around it, and scores must not
-    # depend on the batch or on how many blocks there are.
-    scores = (positive * upper.float() - negative * lower.float()).sum(dim=-1)
+    # depend on the batch or on how many blocks there are. Contiguous, since a sum's order follows the strides.
+    query = query.float().contiguous()
+    positive = query.clamp(min=0).sum(dim=2).unsqueeze(2)
+    negative = (-query).clamp(min=0).sum(dim=2).unsqueeze(2)
+    bound = positive * upper.float().contiguous() - negative * lower.float().contiguous()
+    scores = bound.sum(dim=-1)
     blocks = torch.arange(lower.shape[2], device=lower.device)
     scored = (blocks >= first) & (blocks < last[:, None])
     empty = (lower[..., 0] > upper[..., 0]) | ~scored[:, None]

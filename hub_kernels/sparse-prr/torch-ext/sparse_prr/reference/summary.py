@@ -27,19 +27,19 @@ def update_summaries(
     batch, heads, columns, _ = keys.shape
     if count <= 0:
         return
-    end = begin + count
-    first = ((begin - start).clamp(min=0) // block_size).long()
-    last = (end - 1 - start).div(block_size, rounding_mode="floor").long()
+    end, start = begin + count, start.long()
+    first = (begin - start).clamp(min=0) // block_size
+    last = (end - 1 - start).div(block_size, rounding_mode="floor")
     # `count` columns straddle at most this many blocks, whatever the row's grid
     straddled = (count + block_size - 2) // block_size + 1
     blocks = first[:, None] + torch.arange(straddled, device=keys.device)
     rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
     ids = blocks[rows, slots]
-    tokens = (start.long()[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
+    tokens = (start[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
     within = tokens.clamp(max=columns - 1)
     counted = ((tokens < end) & valid[rows[:, None], within])[:, None, :, None]
     planes = rows[:, None] * heads + torch.arange(heads, device=keys.device)
     flat = planes[..., None] * columns + within[:, None]
-    gathered = keys.reshape(-1, keys.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, -1)
+    gathered = keys.reshape(-1, keys.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, keys.shape[-1])
     lower[rows, :, ids] = gathered.masked_fill(~counted, float("inf")).amin(dim=2)
     upper[rows, :, ids] = gathered.masked_fill(~counted, float("-inf")).amax(dim=2)

@@ -4,16 +4,17 @@ from typing import NamedTuple
 
 import torch
 
+from .gvr import INVALID, buffer_size, collect, fill, guess, order_keys, refine, verify
+
 _SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_INVALID = torch.iinfo(torch.int32).min
 
 
 class TopKStats(NamedTuple):
     """How the result was found, [R] tensors on the scores' device.
 
-    passes: int32, count + collect + fill passes over the row.  candidates: int32, entries that were refined.
-    fallback: bool, the guard had to take over.
+    passes: int32, count + collect + fill passes over the row, at most 40.  candidates: int32, entries that were refined,
+    0 where a plateau was filled.  fallback: bool, the guess missed and the guard (bisection) took over.
     """
 
     passes: torch.Tensor
@@ -42,13 +43,6 @@ def check_topk_arguments(scores: torch.Tensor, k: int, hint: torch.Tensor | None
             raise ValueError(f"{name}: expected device {scores.device}, got {tensor.device}")
 
 
-def order_keys(scores: torch.Tensor) -> torch.Tensor:
-    """int32 [R, N] that order as the scores do: -0.0 equals +0.0, NaN lies below everything (the int32 minimum)."""
-    bits = (scores.float() + 0.0).view(torch.int32)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return torch.where(scores.isnan(), _INVALID, keys)
-
-
 def gvr_topk(
     scores: torch.Tensor,
     k: int,
@@ -63,8 +57,8 @@ def gvr_topk(
         scores: [R, N] float32, bfloat16 or float16, any strides. -0.0 equals +0.0, +inf is largest, -inf may be
             selected, NaN never is.
         k: how many; k > N pads.
-        hint: [R, M] integers of any content. It may change the speed, never the result. This reference sorts the
-            whole row and ignores it.
+        hint: [R, M] integers of any content: entries that are expected among the winners. It may change the speed,
+            never the result.
         lengths: [R] integers, clamped to [0, N]; entries at or past them are never candidates.
         return_stats: also return `TopKStats`.
 
@@ -80,17 +74,21 @@ def gvr_topk(
     keys = order_keys(scores)
     if lengths is not None:
         beyond = torch.arange(columns, device=scores.device) >= lengths.long()[:, None]
-        keys = keys.masked_fill(beyond, _INVALID)
-    # A stable descending sort of integer keys leaves equal keys in index order: the smallest index wins.
-    best, order = keys.sort(dim=1, descending=True, stable=True)
-    kept = min(k, columns)
-    winners = order[:, :kept].masked_fill(best[:, :kept] == _INVALID, columns).sort(dim=1).values
-    indices = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
-    indices[:, :kept] = torch.where(winners == columns, -1, winners)
+        keys = keys.masked_fill(beyond, INVALID)
+    buffer = buffer_size(k)
+    if columns <= buffer or rows == 0 or k == 0:  # every entry is a candidate
+        winners = refine(keys, k)
+        counts = torch.zeros(rows, dtype=torch.int32, device=scores.device)
+        candidates, guarded = (keys != INVALID).sum(dim=1, dtype=torch.int32), counts > 0
+    else:
+        found = verify(keys, k, guess(keys, hint), 0 if hint is None else hint.shape[1], buffer)
+        kept = keys.masked_fill(found.plateau[:, None], INVALID)
+        value, index, candidates = collect(kept, found.threshold)
+        winners = index.gather(1, refine(value, k).clamp(max=index.shape[1] - 1))
+        winners[found.plateau] = fill(keys[found.plateau], found.threshold[found.plateau], k)
+        counts, guarded = found.counts, found.guarded
+    indices = torch.where(winners == columns, -1, winners).to(torch.int32)
     if not return_stats:
         return indices
-    return indices, TopKStats(
-        passes=torch.ones(rows, dtype=torch.int32, device=scores.device),
-        candidates=(keys != _INVALID).sum(dim=1, dtype=torch.int32),
-        fallback=torch.zeros(rows, dtype=torch.bool, device=scores.device),
-    )
+    # One more pass collects, or fills a plateau
+    return indices, TopKStats(counts + 1, candidates, guarded)
