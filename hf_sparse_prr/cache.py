@@ -261,15 +261,17 @@ class SparseCache(Cache):
             self.check_settings(config)
         layer.check(key_states, value_states)
         batch, _, count, _ = key_states.shape
-        if layer_idx == 0:
-            kv_length, _ = layer.get_mask_sizes(count)
-            return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)
-        if self._step is None or (self._step.begin, self._step.count) != (layer.length, count):
+        step = self._step
+        if layer_idx > 0 and step is not None and (step.begin, step.count) == (layer.length, count):
+            return step
+        lengths = {held.length for held in self.layers}
+        if layer_idx > 0 or len(lengths) > 1:
             raise ValueError(
-                f"cache: expected layer {layer_idx} to hold as many tokens as layer 0 before this forward, got "
-                f"{layer.length}; a forward was interrupted, call cache.reset()"
+                f"cache: expected layers of one length, got {sorted(lengths)} before a forward of {count} tokens in layer "
+                f"{layer_idx}; an earlier one was interrupted, call cache.reset()"
             )
-        return self._step
+        kv_length, _ = layer.get_mask_sizes(count)
+        return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)
 
     def append(
         self,

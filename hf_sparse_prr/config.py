@@ -103,6 +103,10 @@ class SparseConfig:
         )
         self._check_ema()
         self._check_budget()
+        for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers"):
+            value = getattr(self, field)
+            if _is_int(value):  # also numpy's
+                object.__setattr__(self, field, int(value))
         _expect(
             self.kernels in KERNEL_SOURCES
             or isinstance(self.kernels, Path)

@@ -1,6 +1,7 @@
 """Where kernels come from: resolved once per key, never inside a step."""
 
 import os
+import sys
 from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
@@ -21,8 +22,14 @@ class Kernels(NamedTuple):
 
 
 def _load_folder(folder: Path, source: str) -> Kernels:
-    from kernels import get_local_kernel
+    from kernels import get_local_kernel, get_loaded_kernels
 
+    # Builds of one id share their submodules' names: those of another folder must not answer for this one's
+    for loaded in get_loaded_kernels():
+        name = loaded.metadata.id
+        if Path(loaded.module.__file__ or "").parent != folder:
+            for held in [held for held in sys.modules if held.startswith(f"{name}.")]:
+                del sys.modules[held]
     module = get_local_kernel(folder)
     return Kernels(module, source, VERSION, module.backend)
 

@@ -14,7 +14,7 @@ from . import kernel_loader, patches
 from .cache import SparseCache
 from .config import LayerPlan, SparseConfig
 from .report import LayerReport, Recorder, Report, TraceEntry
-from .tokens import MAX_DRAFT, Step
+from .tokens import MAX_DRAFT, Step, longest_row
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,15 +41,16 @@ class Binding:
         self.handle = handle
         self.plan = plan
 
-    def check_foreign(self, cache: Any, count: int, training: bool) -> None:
-        """Say once that a cache which isn't a SparseCache runs stock, at the first token that would be sparse."""
-        if training or self.plan.status != "sparse" or count > MAX_DRAFT or torch.compiler.is_compiling():
+    def check_foreign(self, cache: Any, mask: Any, count: int) -> None:
+        """Layer 0, before its write: say once that a cache which isn't a SparseCache runs stock, at the first token
+        that would be sparse."""
+        plan, name = self.handle.sparse_plan, type(cache).__name__
+        if plan is None or count > MAX_DRAFT or not isinstance(cache, Cache) or torch.compiler.is_compiling():
             return
-        name = type(cache).__name__
-        if not isinstance(cache, Cache) or self.handle.has_warned(f"foreign {name}"):
+        if self.handle.has_warned(f"foreign {name}"):
             return
-        seen = int(cache.get_seq_length())
-        if seen and seen + count > self.plan.blocks * self.plan.block_size:
+        seen, budget = int(cache.get_seq_length()), plan.blocks * plan.block_size
+        if seen and seen + count > budget and longest_row(mask, seen + count) > budget:
             self.handle.fall_back(
                 f"foreign {name}",
                 f"stock dense attention runs, because the cache is a {name}; pass SparseCache(model), or let "
@@ -57,8 +58,8 @@ class Binding:
             )
 
     def check_step(self, step: Step, grad: bool) -> None:
-        """Before the first write: masks that force a dense call, inputs that want gradients."""
-        if step.dense_reason is not None and self.plan.status == "sparse":
+        """Layer 0, before its write: masks that force a dense call, gradients that won't be there."""
+        if step.dense_reason is not None and self.handle.sparse_plan is not None:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:
             self.handle.warn(
@@ -137,10 +138,13 @@ class PatchHandle:
     patched before leaves it patched.
     """
 
-    def __init__(self, model: PreTrainedModel, config: SparseConfig, modules: list[nn.Module]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: SparseConfig, modules: list[nn.Module], stock: type[nn.Module]
+    ) -> None:
         self.model = model
         self.config = config
         self.modules = modules
+        self.stock = stock
         self.plans = config.plan(len(modules))
         self.classes = [type(module).__name__ for module in modules]
         self.replaced: dict[str, Any] = {}
@@ -155,12 +159,17 @@ class PatchHandle:
         self._fresh = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("model", "config", "modules", "plans", "classes", "replaced")
+        kept = ("model", "config", "modules", "stock", "plans", "classes", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    @property
+    def sparse_plan(self) -> LayerPlan | None:
+        """The plan of the sparse layers; None where all are dense."""
+        return next((plan for plan in self.plans if plan.status == "sparse"), None)
 
     def __enter__(self) -> "PatchHandle":
         self._unpatch_on_exit.append(self._fresh)
@@ -232,18 +241,16 @@ class PatchHandle:
     def unpatch(self) -> None:
         """Put the stock classes back. Idempotent."""
         for module in self.modules:
-            binding = module.__dict__.pop("binding", None)
-            if binding is not None:
-                _set_class(module, type(module).__mro__[_STOCK])
+            binding = module.__dict__.get("binding")
+            if binding is not None and binding.handle is self:
+                del module.__dict__["binding"]
+                _set_class(module, self.stock)
         for name, value in self.replaced.items():
             if value == _MISSING:
                 self.model.__dict__.pop(name, None)
             else:
                 self.model.__dict__[name] = value
         self.replaced = {}
-
-
-_STOCK = 2  # SparseXAttention, SparseGQA, XAttention
 
 
 def _set_class(module: nn.Module, cls: type) -> None:
@@ -275,8 +282,8 @@ def _attention_modules(model: PreTrainedModel, family: "ModuleType") -> list[nn.
         _check_forward(module)
         if type(module) is not family.ATTENTION:
             raise ValueError(f"expected {family.ATTENTION.__name__} modules, got {type(module).__name__}")
-        forward = module.__dict__.get("forward")
-        if forward is not None and not isinstance(forward, types.MethodType) and "_old_forward" not in module.__dict__:
+        forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(f"expected no instance forward on {type(module).__name__}, got {forward!r}; undo it first")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     modules.sort(key=lambda module: module.layer_idx)
@@ -308,7 +315,9 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
             of range, or the model is patched with other settings.
         TypeError: an unknown override (lists the fields).
     """
-    config = (SparseConfig() if config is None else config).replace(**overrides)
+    if config is not None and not isinstance(config, SparseConfig):
+        raise TypeError(f"config: expected a SparseConfig, got {config!r}; give single fields by name")
+    config = (config or SparseConfig()).replace(**overrides)
     target = _patchable(model)
     held = target.__dict__.get("sparse_prr")
     if held is not None:
@@ -317,7 +326,7 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
         held._fresh = False
         return held
     family = patches.family(target.config.model_type)
-    handle = PatchHandle(target, config, _attention_modules(target, family))
+    handle = PatchHandle(target, config, _attention_modules(target, family), family.ATTENTION)
     try:
         for module, plan in zip(handle.modules, handle.plans, strict=True):
             module.__dict__["binding"] = Binding(handle, plan)

@@ -15,6 +15,14 @@ MAX_DRAFT = 16
 MASK_REASON = "the attention mask is not causal x per-token validity"
 
 
+def longest_row(mask: Any, length: int) -> int:
+    """Tokens of the longest batch row, from its first real one on, in a forward whose last column is length - 1."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+        return length
+    last = _allowed(mask if mask.dim() == 2 else mask[:, 0, -1])[0][:, :length]
+    return int((length - last.to(torch.uint8).argmax(dim=1)).max())
+
+
 @dataclass(frozen=True)
 class Step:
     """One forward over the cache, worked out once and shared by its layers.

@@ -52,15 +52,21 @@ class SparseGQA(_Attention):
             raise ValueError("expected one cache, got both `cache` and `past_key_values`")
         cache = past_key_values if cache is None else cache
         if not isinstance(cache, SparseCache):
-            self.binding.check_foreign(cache, hidden_states.shape[1], self.training)
+            if self.layer_idx == 0 and not self.training:
+                self.binding.check_foreign(cache, attention_mask, hidden_states.shape[1])
             return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         if self.training:
             raise ValueError("SparseCache: expected a model in eval mode, got model.train(); call model.eval()")
-        config = self.binding.handle.config
+        handle = self.binding.handle
+        config = handle.config
+        if len(cache.layers) != len(handle.plans):
+            raise ValueError(f"cache: expected {len(handle.plans)} layers, got {len(cache.layers)}")
+        grad = torch.is_grad_enabled()
         with torch.no_grad():
             query, key, value = self.project(hidden_states, position_embeddings)
             step = cache.begin(key, value, self.layer_idx, attention_mask, config)
-            self.binding.check_step(step, hidden_states.requires_grad)
+            if self.layer_idx == 0:
+                self.binding.check_step(step, grad)
             keys, values = cache.append(key, value, self.layer_idx, step, config)
             output, weights = self._attend(query, keys, values, attention_mask, cache, step, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
