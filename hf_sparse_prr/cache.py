@@ -303,6 +303,7 @@ class SparseCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last |tokens_to_remove| tokens. ValueError for a positive number."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor before transformers 5.18
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected an int <= 0, the tokens to remove, got {tokens_to_remove}")
         length = max(self.tokens.length + tokens_to_remove, 0)
