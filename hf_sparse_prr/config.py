@@ -3,14 +3,18 @@
 import dataclasses
 import math
 import numbers
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
+
+from .kernel_loader import is_repo_id
 
 BLOCK_SIZES = (16, 32, 64, 128)
 SELECTORS = ("auto", "quest")
 SEMANTICS = ("exact", "superset")
 HINTS = ("predicted", "previous", "none")
-KERNEL_SOURCES = ("auto", "reference")
+KERNEL_SOURCES = ("auto", "hub", "reference")
 DEFAULT_EMA = (0.4, 0.1, 0.25)
 _MANY = 2**31  # more blocks than any cache holds
 
@@ -51,7 +55,8 @@ class SparseConfig:
             the last prompt queries, per batch row and layer.
         semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
         hint: what the top-k starts from. It never changes the result.
-        kernels: "auto" (the bundled copy), "reference" (plain torch), or a path to a built kernel repo.
+        kernels: "auto" (the bundled copy, or LOCAL_KERNELS), "hub" or a repo id, "reference" (plain torch), a path to a
+            kernel repo, or a module that you loaded.
         strict: raise where the library would otherwise run something else than asked for.
         trace: keep predicted, selected and missed blocks of every step.
     """
@@ -67,7 +72,7 @@ class SparseConfig:
     ema: tuple[float, float, float] | Literal["calibrate"] = "calibrate"
     semantics: str = "exact"
     hint: str = "predicted"
-    kernels: str | Path = "auto"
+    kernels: str | Path | ModuleType = "auto"
     strict: bool = False
     trace: bool = False
 
@@ -108,11 +113,13 @@ class SparseConfig:
             if _is_int(value):  # also numpy's
                 object.__setattr__(self, field, int(value))
         _expect(
-            self.kernels in KERNEL_SOURCES
-            or isinstance(self.kernels, Path)
-            or (isinstance(self.kernels, str) and Path(self.kernels).is_dir()),
+            isinstance(self.kernels, Path | ModuleType)
+            or (
+                isinstance(self.kernels, str)
+                and (self.kernels in KERNEL_SOURCES or is_repo_id(self.kernels) or Path(self.kernels).is_dir())
+            ),
             "kernels",
-            f"{_choices(KERNEL_SOURCES)}, or the path of a folder",
+            f"{_choices(KERNEL_SOURCES)}, a repo id, the path of a folder, or a module",
             self.kernels,
         )
         for field in ("strict", "trace"):
@@ -162,6 +169,18 @@ class SparseConfig:
         if unknown:
             raise TypeError(f"unknown override {', '.join(unknown)}; the fields are {', '.join(fields)}")
         return dataclasses.replace(self, **overrides)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A module can't be pickled or copied: its name is."""
+        state = dict(self.__dict__)
+        if isinstance(self.kernels, ModuleType):
+            state["kernels"] = ("module", self.kernels.__name__)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["kernels"], tuple):
+            state["kernels"] = import_module(state["kernels"][1])
+        self.__dict__.update(state)
 
     def plan(self, layers: int) -> list["LayerPlan"]:
         """What each of `layers` attention layers does. ValueError where `dense_layers` exceeds them."""

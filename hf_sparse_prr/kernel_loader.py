@@ -1,6 +1,11 @@
-"""Where kernels come from: resolved once per key, never inside a step."""
+"""Where kernels come from: resolved once per key and process, never inside a step.
+
+The hub and the bundled copy, when they fail, are replaced by the next one, hub -> bundled -> reference, with one message
+that says why and what helps; `strict` raises it instead. A path or a module of the user's own that fails always raises.
+"""
 
 import os
+import re
 import sys
 from functools import cache
 from importlib import import_module, resources
@@ -8,46 +13,156 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 REPO_ID = "hf-sparse-prr/sparse-prr"
 VERSION = 1
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+OPS = (
+    "block_partials",
+    "ema_predict",
+    "ema_update",
+    "gvr_topk",
+    "normalise",
+    "quest_scores",
+    "repair_merge",
+    "slots_of",
+    "update_summaries",
+)
 
 
 class Kernels(NamedTuple):
-    """A loaded kernel repo. source: "bundled", "reference" or the path."""
+    """A loaded kernel repo.
+
+    source: "bundled", "reference", "module NAME", "LOCAL_KERNELS", a path, or "hub REPO". backend: "triton", "cuda" or
+    "reference". fallback: why it isn't what was asked for, or None.
+    """
 
     module: ModuleType
     source: str
     version: int
     backend: str
+    fallback: str | None = None
 
 
-def _load_folder(folder: Path, source: str) -> Kernels:
-    from kernels import get_local_kernel, get_loaded_kernels
+class KernelError(RuntimeError):
+    """A kernel source failed: says the source, the reason, torch and CUDA versions, and the remedy."""
+
+
+def is_repo_id(key: object) -> bool:
+    """Whether a string names a Hub repo, "owner/name", and not a folder."""
+    return isinstance(key, str) and _REPO.fullmatch(key) is not None and not Path(key).exists()
+
+
+def _accept(module: ModuleType, source: str) -> Kernels:
+    missing = [name for name in OPS if not hasattr(module, name)]
+    if missing:
+        raise AttributeError(f"it has no {', '.join(missing)}")
+    return Kernels(module, source, VERSION, getattr(module, "backend", "reference"))
+
+
+def _from_folder(folder: Path, source: str) -> Kernels:
+    from kernels import get_loaded_kernels, get_local_kernel
 
     # Builds of one id share their submodules' names: those of another folder must not answer for this one's
     for loaded in get_loaded_kernels():
-        name = loaded.metadata.id
         if Path(loaded.module.__file__ or "").parent != folder:
-            for held in [held for held in sys.modules if held.startswith(f"{name}.")]:
+            for held in [held for held in sys.modules if held.startswith(f"{loaded.metadata.id}.")]:
                 del sys.modules[held]
-    module = get_local_kernel(folder)
-    return Kernels(module, source, VERSION, module.backend)
+    return _accept(get_local_kernel(folder), source)
+
+
+def _from_hub(repo_id: str, source: str) -> Kernels:
+    from kernels import get_kernel
+
+    return _accept(get_kernel(repo_id, version=VERSION), source)
+
+
+def _locally_overridden(repo_id: str) -> bool:
+    return any(entry.startswith(f"{repo_id}=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
+
+
+def _bundled() -> Kernels:
+    with resources.as_file(resources.files("hf_sparse_prr.bundled")) as folder:
+        return _from_folder(folder, "bundled")
+
+
+def _reference() -> Kernels:
+    return _accept(import_module("hf_sparse_prr.bundled"), "reference")
+
+
+def _load(key: str | Path | ModuleType) -> Kernels:
+    if isinstance(key, ModuleType):
+        return _accept(key, f"module {key.__name__}")
+    if key == "reference":
+        return _reference()
+    if key == "auto":
+        return _from_hub(REPO_ID, "LOCAL_KERNELS") if _locally_overridden(REPO_ID) else _bundled()
+    if key == "hub":
+        key = REPO_ID
+    if is_repo_id(key):
+        return _from_hub(str(key), "LOCAL_KERNELS" if _locally_overridden(str(key)) else f"hub {key}")
+    return _from_folder(Path(os.fspath(key)), str(key))
+
+
+def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
+    """What helps, judged by what the failure says."""
+    text = f"{type(error).__name__} {error}"
+    if "undefined symbol" in text or "ABI" in text:
+        return "the extension was built for another torch (ABI mismatch): install the torch it names, or a build for this one"
+    if isinstance(error, ModuleNotFoundError) and error.name == "kernels":
+        return 'pip install "kernels>=0.17.2,<0.19"'
+    if "offline mode" in text or "local cache" in text:
+        return "load it once with network access, or point LOCAL_KERNELS at a copy: LOCAL_KERNELS=owner/name=path"
+    if "trust" in text:
+        return (
+            "if you trust the publisher, and the network is there, load it yourself with kernels.get_kernel(.., "
+            "trust_remote_code=['owner/name']) and pass the module as kernels="
+        )
+    if "build variant" in text:
+        return "use a torch and GPU that the repo has a variant for, or kernels='auto'"
+    if "metadata" in text or "missing field" in text or "JSON" in text:
+        return "its metadata.json is broken: get the repo again, or build it again"
+    return "use kernels='auto', or look at what the repo exports" if key != "auto" else "install hf_sparse_prr again"
+
+
+def _failure(key: str | Path | ModuleType, error: BaseException) -> str:
+    name = REPO_ID if key == "hub" else getattr(key, "__name__", key)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return (
+        f"kernels from {name!s} could not be loaded: {type(error).__name__}: {reason} (torch {torch.__version__}, CUDA "
+        f"{torch.version.cuda or 'none'}). Remedy: {_remedy(error, key)}"
+    )
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What loading a kernel is known to raise; anything else is a bug and passes through."""
+    known: list[type[Exception]] = [AttributeError, ImportError, OSError, RuntimeError, SyntaxError, ValueError]
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub.errors import HfHubHTTPError
+
+        known.append(HfHubHTTPError)
+    return tuple(known)
 
 
 @cache
-def resolve(key: str | Path) -> Kernels:
+def resolve(key: str | Path | ModuleType, strict: bool = False) -> Kernels:
     """Load the kernels that `SparseConfig.kernels` names.
 
-    "auto" loads the copy of the kernel repo that comes with this package, through `kernels.get_local_kernel`;
-    "reference" imports the references without needing `kernels`; anything else is a path to a kernel repo, its
-    `build` folder or one variant.
+    Args:
+        key: "auto", the copy of the kernel repo that comes with this package, or what LOCAL_KERNELS has in its place;
+            "hub" or a repo id, `kernels.get_kernel` with the pinned version; "reference", the references, without
+            needing `kernels`; a path to a kernel repo, its build folder or one variant; a module that the user loaded.
+        strict: raise where the source fails.
 
     Raises:
-        FileNotFoundError: no variant for this machine at the path.
+        KernelError: the source failed, and it is strict, a path, a module or the references.
     """
-    if key == "reference":
-        return Kernels(import_module("hf_sparse_prr.bundled"), "reference", VERSION, "reference")
-    if key == "auto":
-        with resources.as_file(resources.files("hf_sparse_prr.bundled")) as folder:
-            return _load_folder(folder, "bundled")
-    return _load_folder(Path(os.fspath(key)), str(key))
+    try:
+        return _load(key)
+    except _errors() as error:
+        message = _failure(key, error)
+        if strict or not (key in ("auto", "hub") or is_repo_id(key)):
+            raise KernelError(message) from error
+    following = resolve("reference" if key == "auto" else "auto")
+    return following._replace(fallback=f"{message}. Running instead: {following.source}")

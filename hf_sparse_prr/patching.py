@@ -151,10 +151,12 @@ class PatchHandle:
         self._start()
 
     def _start(self) -> None:
-        self.kernels = kernel_loader.resolve(self.config.kernels)
         self.recorder = Recorder(self.plans, self.config)
         self.generating: list[list[SparseCache]] = []
         self.warnings: dict[str, str] = {}
+        self.kernels = kernel_loader.resolve(self.config.kernels, self.config.strict)
+        if self.kernels.fallback is not None:
+            self.warn(f"kernels {self.config.kernels}", self.kernels.fallback)
         self._unpatch_on_exit: list[bool] = []
         self._fresh = False
 

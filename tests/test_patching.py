@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaModel, StoppingCriteria, __version__
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_sparse_prr import SparseCache, SparseConfig, patch_model, patching, unpatch_model
+from hf_sparse_prr import kernel_loader, SparseCache, SparseConfig, patch_model, patching, unpatch_model
 
 pytestmark = pytest.mark.compat
 IDS = prompt(100)
@@ -291,7 +291,7 @@ def test_settings_the_model_cannot_meet_patch_nothing(tmp_path):
     before = state(model)
     with pytest.raises(ValueError, match="dense_layers"):
         patch_model(model, dense_layers=4)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(kernel_loader.KernelError):
         patch_model(model, kernels=tmp_path / "nowhere")
     assert_untouched(model, before)
 

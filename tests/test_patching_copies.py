@@ -70,7 +70,7 @@ def test_a_copy_resolves_its_kernels_by_key(duplicate, monkeypatch):
     model = tiny_llama()
     patch_model(model, kernels="reference", **SPARSE)
     keys, resolve = [], kernel_loader.resolve
-    monkeypatch.setattr(kernel_loader, "resolve", lambda key: keys.append(key) or resolve(key))
+    monkeypatch.setattr(kernel_loader, "resolve", lambda key, strict: keys.append(key) or resolve(key))
     twin = duplicate(model)
     assert keys == ["reference"]
     assert twin.sparse_prr.kernels.source == "reference"
