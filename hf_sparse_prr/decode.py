@@ -87,14 +87,14 @@ def decode_token(
     scale: float,
     statistics: Statistics,
     trace: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of one query token; the layer's K/V and summaries hold everything up to it.
 
     Args:
         query: [B, H, G, D], post-RoPE.  scale: of the logits.
 
     Returns:
-        fp32 [B, H, G, D]; of use only in the rows that select.
+        fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
     plan = layer.plan
     if layer.memory.uncalibrated:
@@ -135,7 +135,25 @@ def decode_token(
         else:
             state = prior.ema_state(importance.shape[2])
         layer.memory.advance(token.column, Prior(selection.free, *kernels.ema_update(*state, importance, ema)))
-    return output
+    return output, attended
+
+
+def attention_weights(
+    query: torch.Tensor, keys: torch.Tensor, token: Token, attended: torch.Tensor, scale: float, block_size: int
+) -> torch.Tensor:
+    """What a user who asks for attentions sees of a sparse token: fp32 [B, H, G, T], 0 outside the attended blocks.
+
+    query: [B, H, G, D].  keys: [B, H, T, D].
+    """
+    columns = torch.arange(keys.shape[2], device=keys.device)
+    block = (columns - token.start[:, None]) // block_size
+    member = torch.zeros((*attended.shape[:2], keys.shape[2] // block_size + 2), dtype=torch.bool, device=keys.device)
+    member.scatter_(2, attended.long() + 1, True)
+    member[:, :, 0] = False  # unused slots, and columns before the first block
+    seen = member.gather(2, (block.clamp(min=-1) + 1)[:, None].expand(-1, attended.shape[1], -1))
+    seen &= (token.valid[:, : keys.shape[2]] & (columns <= token.column))[:, None]
+    logits = (query.float() * scale) @ keys.float().transpose(2, 3)
+    return torch.softmax(logits.masked_fill(~seen[:, :, None], float("-inf")), dim=-1)
 
 
 def record_fitting(

@@ -106,7 +106,9 @@ class PrepareCacheHook:
         self.handle = handle
         self.stock = stock
 
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
         model, name = self.handle.model, cache_argument()
         wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (
             None,
@@ -118,8 +120,11 @@ class PrepareCacheHook:
             stock = self.stock
             if stock == _MISSING:
                 stock = _class_method(model, "_prepare_cache_for_generation")
-            stock(generation_config, model_kwargs, *args, **kwargs)
+            stock(generation_config, model_kwargs, mode, batch_size, max_cache_length)
         cache = model_kwargs.get(name)
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(cache, SparseCache) and copies > 1 and cache.tokens.batch == batch_size:
+            cache.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
         if isinstance(cache, SparseCache) and self.handle.generating:
             mask = model_kwargs.get("attention_mask")
             # transformers >= 5.18 drops a mask of ones and keeps its length

@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
-from hf_sparse_prr.decode import decode_token, record_fitting, token_at
+from hf_sparse_prr.decode import attention_weights, decode_token, record_fitting, token_at
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 
@@ -61,6 +61,12 @@ class SparseGQA(_Attention):
         config = handle.config
         if len(cache.layers) != len(handle.plans):
             raise ValueError(f"cache: expected {len(handle.plans)} layers, got {len(cache.layers)}")
+        wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
+        if wants_weights and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions: expected the eager attention implementation, got {self.config._attn_implementation!r}, "
+                "which has none to return; call model.set_attn_implementation('eager')"
+            )
         grad = torch.is_grad_enabled()
         with torch.no_grad():
             query, key, value = self.project(hidden_states, position_embeddings)
@@ -68,7 +74,7 @@ class SparseGQA(_Attention):
             if self.layer_idx == 0:
                 self.binding.check_step(step, grad)
             keys, values = cache.append(key, value, self.layer_idx, step, config)
-            output, weights = self._attend(query, keys, values, attention_mask, cache, step, kwargs)
+            output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _attend(
@@ -79,6 +85,7 @@ class SparseGQA(_Attention):
         attention_mask: torch.Tensor | None,
         cache: SparseCache,
         step: Step,
+        wants_weights: bool,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[B, Q, H*G, D]. Stock runs once where any row of any token needs it; tokens that select are overwritten."""
@@ -89,7 +96,8 @@ class SparseGQA(_Attention):
         if self.layer_idx == 0:
             statistics.steps += step.count - step.first_decode
         weights: torch.Tensor | None = None
-        if step.first_decode == 0 and decoding and cache.tokens.all_longer(decoding[0], plan.blocks * plan.block_size):
+        all_sparse = decoding and cache.tokens.all_longer(decoding[0], plan.blocks * plan.block_size)
+        if all_sparse and step.first_decode == 0 and not wants_weights:
             output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[3]))
         else:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
@@ -100,14 +108,22 @@ class SparseGQA(_Attention):
             prompt = query[:, :, : step.first_decode].unflatten(1, (heads, -1))
             cache.layers[self.layer_idx].memory.remember(prompt, step.begin)
         for column in decoding:
-            self._decode(query[:, :, column - step.begin].unflatten(1, (heads, -1)), column, cache, statistics, output)
+            grouped = query[:, :, column - step.begin].unflatten(1, (heads, -1))
+            self._decode(grouped, keys, column, cache, statistics, output, weights)
         return output, weights
 
     def _decode(
-        self, query: torch.Tensor, column: int, cache: SparseCache, statistics: Statistics, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        column: int,
+        cache: SparseCache,
+        statistics: Statistics,
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> None:
-        """Overwrite `output` [B, Q, H*G, D] of the token in `column` in the rows that are longer than their budget.
-        query: [B, H, G, D]."""
+        """Overwrite `output` [B, Q, H*G, D], and `weights` [B, H*G, Q, T] where there are any, of the token in `column`
+        in the rows that are longer than their budget. query: [B, H, G, D]."""
         plan, handle = self.binding.plan, self.binding.handle
         tokens, layer = cache.tokens, cache.layers[self.layer_idx]
         budget = plan.blocks * plan.block_size
@@ -120,10 +136,11 @@ class SparseGQA(_Attention):
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device)
         layer.summarise(kernels, token.valid, token.start)
-        attended = decode_token(
+        attended, blocks = decode_token(
             layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace
         )
-        attended = attended.flatten(1, 2).to(output.dtype)
-        if not tokens.all_longer(column, budget):
-            attended = torch.where(token.selects[:, None, None], attended, output[:, at])
-        output[:, at] = attended
+        selects = token.selects[:, None, None]
+        output[:, at] = torch.where(selects, attended.flatten(1, 2).to(output.dtype), output[:, at])
+        if weights is not None:
+            sparse = attention_weights(query, keys, token, blocks, self.scaling, plan.block_size).flatten(1, 2)
+            weights[:, :, at] = torch.where(selects, sparse.to(weights.dtype), weights[:, :, at])

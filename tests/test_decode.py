@@ -164,7 +164,7 @@ def test_rows_do_not_depend_on_their_neighbours():
             part.memory = decode.SparseLayer().memory
             part.memory.prior = layer.memory.prior.map(lambda tensor: tensor[pick])
             statistics = decode.Statistics(3)
-            out = decode.decode_token(part, 1, query[pick], token, kernels, 0.35, statistics, False)
+            out, _ = decode.decode_token(part, 1, query[pick], token, kernels, 0.35, statistics, False)
             return out, part.memory.prior
 
         together, prior = attend(None)
