@@ -13,7 +13,7 @@ from .kernel_loader import is_repo_id
 BLOCK_SIZES = (16, 32, 64, 128)
 SELECTORS = ("auto", "quest")
 SEMANTICS = ("exact", "superset")
-HINTS = ("predicted", "previous", "none")
+HINTS = ("predicted", "previous", "rope", "none")
 KERNEL_SOURCES = ("auto", "hub", "reference")
 DEFAULT_EMA = (0.4, 0.1, 0.25)
 _MANY = 2**31  # more blocks than any cache holds
@@ -54,7 +54,8 @@ class SparseConfig:
         ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0; "calibrate" chooses them from
             the last prompt queries, per batch row and layer.
         semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
-        hint: what the top-k starts from. It never changes the result.
+        hint: what the top-k starts from: the predicted blocks (without a predictor, the previous ones), the previous
+            ones, those that RoPE alone favours by their distance, or nothing. It never changes the result.
         kernels: "auto" (the bundled copy, or LOCAL_KERNELS), "hub" or a repo id, "reference" (plain torch), a path to a
             kernel repo, or a module that you loaded.
         strict: raise where the library would otherwise run something else than asked for.

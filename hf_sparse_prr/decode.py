@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import ascending, top_blocks
+from .blocks import ascending, rope_blocks, top_blocks
 from .cache import SparseLayer
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
@@ -21,6 +21,7 @@ class Token(NamedTuple):
     column, step: its own column and decode step.  valid: bool [B, T].  start: [B].
     selects: bool [B], the rows that are longer than their budget.  last: [B], blocks at or past it aren't scored.
     forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
+    rope: int32 [B, 1, K], the blocks RoPE favours, where they are the hint.
     """
 
     column: int
@@ -30,9 +31,17 @@ class Token(NamedTuple):
     selects: torch.Tensor
     last: torch.Tensor
     forced: torch.Tensor
+    rope: torch.Tensor | None = None
 
 
-def token_at(tokens: Tokens, column: int, step: int, plan: LayerPlan, device: torch.device) -> Token:
+def token_at(
+    tokens: Tokens,
+    column: int,
+    step: int,
+    plan: LayerPlan,
+    device: torch.device,
+    inv_freq: torch.Tensor | None = None,
+) -> Token:
     """The query token in `column`, worked out by the first layer that asks and shared by the others."""
     key = (column, plan.block_size, plan.blocks, plan.sink_blocks, plan.local_blocks, device)
     if key not in tokens.shared:
@@ -48,7 +57,10 @@ def token_at(tokens: Tokens, column: int, step: int, plan: LayerPlan, device: to
         holds = (real & (members <= column)).any(dim=-1) & selects[:, None]
         forced = torch.where(holds, forced, -1).to(torch.int32)[:, None]
         last = torch.where(selects, newest - plan.local_blocks + 1, 0)
-        tokens.shared[key] = Token(column, step, valid, start, selects, last, forced)
+        rope = None
+        if plan.hint == "rope" and inv_freq is not None:
+            rope = rope_blocks(inv_freq, start, column, size, plan.sink_blocks, last, plan.free_blocks)
+        tokens.shared[key] = Token(column, step, valid, start, selects, last, forced, rope)
     return tokens.shared[key]
 
 
@@ -113,8 +125,8 @@ def decode_token(
         predicted = query.new_full((batch, heads, slots), -1, dtype=torch.int32)
     speculative = kernels.block_partials(*data, predicted, end, **attend)
 
-    hint = None
-    if plan.hint != "none" and prior is not None:
+    hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)
+    if plan.hint in ("predicted", "previous") and prior is not None:
         hint = predicted if plan.hint == "predicted" and plan.predicted_blocks else prior.winners
     selection = select(layer, query, token, kernels, hint)
     attended = selection.selected

@@ -174,6 +174,11 @@ class PatchHandle:
         self._start()
 
     @property
+    def inv_freq(self) -> torch.Tensor | None:
+        """RoPE frequencies as the model has them now (dynamic scaling changes them); None where it keeps none."""
+        return getattr(getattr(self.model.base_model, "rotary_emb", None), "inv_freq", None)
+
+    @property
     def sparse_plan(self) -> LayerPlan | None:
         """The plan of the sparse layers; None where all are dense."""
         return next((plan for plan in self.plans if plan.status == "sparse"), None)

@@ -134,7 +134,7 @@ class SparseGQA(_Attention):
                 record_fitting(statistics, self.layer_idx, plan, query, query.shape[1], decode_step)
             return
         kernels = handle.kernels.module
-        token = token_at(tokens, column, decode_step, plan, query.device)
+        token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)
         layer.summarise(kernels, token.valid, token.start)
         attended, blocks = decode_token(
             layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace

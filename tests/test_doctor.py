@@ -1,0 +1,70 @@
+"""`hf-sparse-prr doctor` tells the truth, needs no network, and its exit code says whether something is in the way."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_sparse_prr import doctor, kernel_loader
+from hf_sparse_prr.commands import app
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    kernel_loader.resolve.cache_clear()
+    yield
+    kernel_loader.resolve.cache_clear()
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_a_good_machine():
+    result = run("--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["problems"] == []
+    assert found["kernels"][0] == {
+        "asked": "auto", "loads": True, "source": "bundled", "backend": "reference", "why_not": None,
+    }  # fmt: skip
+    assert found["packages"]["transformers"]["supported"]
+    assert "llama" in found["model_types"]
+    text = run()
+    assert text.exit_code == 0
+    assert "bundled, backend reference" in text.stdout
+
+
+def test_without_kernels_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    result = run("--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [source["loads"] for source in found["kernels"]] == [False, True]
+    assert "pip install" in found["problems"][0]
+    assert "problem:" in run().stdout
+
+
+def test_an_unsupported_version_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: {"transformers": "5.30.0"}.get(name, "99.0"))
+    found = doctor.diagnose()
+    assert "transformers: expected >=5.17,<5.25, got 5.30.0" in found["problems"]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.17.2", (0, 17, 2)), ("5.24.0.dev0", (5, 24, 0))]
+)
+def test_versions_are_compared_as_numbers(text, numbers):
+    assert doctor._numbers(text) == numbers
+
+
+def test_bench_layer_times_all_three(tmp_path):
+    result = CliRunner().invoke(
+        app, ["bench", "layer", "--tokens", "400", "--budget", "160", "--rounds", "1", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert set(found["ms"]) == {"stock", "serial", "prr"}
+    assert 0 < found["kv_bytes_per_step"]["serial"] < found["kv_bytes_per_step"]["stock"]
+    assert CliRunner().invoke(app, ["bench", "layer", "--budget", "10"]).exit_code == 2
