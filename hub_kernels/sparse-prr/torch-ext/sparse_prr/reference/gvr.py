@@ -43,7 +43,8 @@ class Guess(NamedTuple):
 
 class Found(NamedTuple):
     """threshold: int32 [R], the candidates are the keys >= it. plateau: bool [R], the k-th key is the threshold itself
-    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], bisection took over."""
+    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], the guess missed twice, or
+    wasn't there, and bisection took over."""
 
     threshold: torch.Tensor
     plateau: torch.Tensor
@@ -107,7 +108,7 @@ def verify(keys: torch.Tensor, k: int, seen: Guess, hints: int, buffer: int) -> 
             wished = order_keys(steps[step][active]).long()
             usable = (wished >= low[active]) & (wished < high[active])
             threshold = torch.where(usable, wished, middle)
-            found.guarded[active] |= ~usable & ~seen.mean[active].isnan()
+            found.guarded[active] |= ~usable
         else:
             threshold = middle
             found.guarded[active] = True
