@@ -66,7 +66,8 @@ def bench_layer(
         max_position_embeddings=2 * tokens,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device, dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(device, dtype).eval()
     hidden = torch.randn(1, 1, heads * head_dim, device=device, dtype=dtype)
     shape = (1, kv_heads, tokens, head_dim)
     prefilled = _filled(SparseCache(config), shape, layers, device, dtype)

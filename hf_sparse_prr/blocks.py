@@ -19,8 +19,8 @@ def rope_blocks(
     """The k blocks that RoPE favours by distance alone, [B, 1, k]: a query equal to its key scores
     sum_i cos(distance * frequency_i), a Toeplitz matrix that needs no data (GVR, arXiv 2604.22312). In any order.
 
-    inv_freq: the model's own frequencies, YaRN's or others' scaling included. Blocks first .. last - 1 ([B]) count, each
-    by its centre.
+    inv_freq: the model's own frequencies, YaRN's or others' scaling included. Blocks first .. last - 1 ([B]) count,
+    each by its centre.
     """
     blocks = torch.arange(column // block_size + 1, device=start.device)
     centre = start[:, None] + blocks * block_size + (block_size - 1) / 2

@@ -267,8 +267,8 @@ class SparseCache(Cache):
         lengths = {held.length for held in self.layers}
         if layer_idx > 0 or len(lengths) > 1:
             raise ValueError(
-                f"cache: expected layers of one length, got {sorted(lengths)} before a forward of {count} tokens in layer "
-                f"{layer_idx}; an earlier one was interrupted, call cache.reset()"
+                f"cache: expected layers of one length, got {sorted(lengths)} before a forward of {count} tokens in "
+                f"layer {layer_idx}; an earlier one was interrupted, call cache.reset()"
             )
         kv_length, _ = layer.get_mask_sizes(count)
         return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)

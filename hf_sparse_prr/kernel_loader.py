@@ -1,7 +1,8 @@
 """Where kernels come from: resolved once per key and process, never inside a step.
 
-The hub and the bundled copy, when they fail, are replaced by the next one, hub -> bundled -> reference, with one message
-that says why and what helps; `strict` raises it instead. A path or a module of the user's own that fails always raises.
+The hub and the bundled copy, when they fail, are replaced by the next one, hub -> bundled -> reference, with one
+message that says why and what helps; `strict` raises it instead. A path or a module of the user's own that fails always
+raises.
 """
 
 import os
@@ -109,7 +110,7 @@ def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
     """What helps, judged by what the failure says."""
     text = f"{type(error).__name__} {error}"
     if "undefined symbol" in text or "ABI" in text:
-        return "the extension was built for another torch (ABI mismatch): install the torch it names, or a build for this one"
+        return "the extension was built for another torch (ABI mismatch): install that torch, or a build for this one"
     if isinstance(error, ModuleNotFoundError) and error.name == "kernels":
         return 'pip install "kernels>=0.17.2,<0.19"'
     if "offline mode" in text or "local cache" in text:

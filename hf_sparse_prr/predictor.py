@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-
 QUERIES = 32  # prompt queries kept for calibration
 MIN_QUERIES = 8  # fewer don't calibrate
 

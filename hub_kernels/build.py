@@ -2,8 +2,8 @@
 
     python hub_kernels/build.py hub_kernels/sparse-prr
 
-A pure Python and Triton repo needs no compiler: each backend of build.toml gets a copy of torch-ext/ with a metadata.json
-whose id names the version and a digest of the sources, so that two builds never share module names.
+A pure Python and Triton repo needs no compiler: each backend of build.toml gets a copy of torch-ext/ with a
+metadata.json whose id names the version and a digest of the sources, so that two builds never share module names.
 """
 
 import hashlib

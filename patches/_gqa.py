@@ -64,8 +64,8 @@ class SparseGQA(_Attention):
         wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
         if wants_weights and self.config._attn_implementation != "eager":
             raise ValueError(
-                f"output_attentions: expected the eager attention implementation, got {self.config._attn_implementation!r}, "
-                "which has none to return; call model.set_attn_implementation('eager')"
+                "output_attentions: expected the eager attention implementation, got "
+                f"{self.config._attn_implementation!r}, which has none to return; call model.set_attn_implementation('eager')"
             )
         grad = torch.is_grad_enabled()
         with torch.no_grad():

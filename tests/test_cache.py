@@ -242,12 +242,11 @@ def test_summaries_are_a_pure_function_of_what_they_cover(sequence, pad):
     """After any sequence of verbs the summaries equal those made anew from the K/V and validity at hand."""
     model = tiny_llama(layers=2)
     with patch_model(model, **SPARSE, speculate=True) as handle:
-        kernels, seed = handle.kernels.module, 0
+        kernels = handle.kernels.module
         ids, mask = left_pad([prompt(110)[0], prompt(110 - pad, seed=1)[0]])
         cache = SparseCache(model)
         forward(model, ids, cache, mask)
-        for verb, number in [*sequence, ("decode", 1)]:
-            seed += 1
+        for seed, (verb, number) in enumerate([*sequence, ("decode", 1)], start=1):
             mask = full_mask(cache)
             batch = len(mask)
             if verb == "decode":

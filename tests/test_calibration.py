@@ -142,7 +142,7 @@ def test_short_prompts_keep_the_default_and_predict_nothing_yet():
         cache.prompt_length = 7
         with torch.no_grad():
             model(ids, past_key_values=cache)
-        first = [entry for entry in handle.trace if (entry.selected >= 0).any()][0]
+        first = next(entry for entry in handle.trace if (entry.selected >= 0).any())
         assert (first.predicted == -1).all()
         torch.testing.assert_close(cache.layers[0].memory.ema, torch.tensor([DEFAULT_EMA]))
 

@@ -131,9 +131,8 @@ def test_local_kernels_takes_the_place_of_the_bundled_copy(built):
 
 def test_an_offline_hub_cache(built, tmp_path):
     for key in ("hub", REPO):
-        out = run(
-            DESCRIBE.format(key=key), HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(hub_cache(tmp_path / key.replace("/", "-"), built))
-        )  # fmt: skip
+        cache = hub_cache(tmp_path / key.replace("/", "-"), built)
+        out = run(DESCRIBE.format(key=key), HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache))
         assert out.splitlines() == [f"hub {REPO} | None", "[[1]]"]
 
 

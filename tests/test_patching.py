@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaModel, StoppingCriteria, __version__
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_sparse_prr import kernel_loader, SparseCache, SparseConfig, patch_model, patching, unpatch_model
+from hf_sparse_prr import SparseCache, SparseConfig, kernel_loader, patch_model, patching, unpatch_model
 
 pytestmark = pytest.mark.compat
 IDS = prompt(100)

@@ -130,7 +130,7 @@ def test_what_is_prompt_goes_by_position(held, count, prompt_length, expected):
 
 
 def test_another_batch_size_is_refused():
-    with pytest.raises(ValueError, match="expected batch size 2, got 3; call cache.reset"):
+    with pytest.raises(ValueError, match=r"expected batch size 2, got 3; call cache\.reset"):
         filled(torch.ones(2, 6).long()).plan(None, 3, 1, 7, None)
 
 

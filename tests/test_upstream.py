@@ -1,7 +1,7 @@
 """transformers' own ModelTesterMixin on a patched Llama: what passes stock passes patched.
 
-The tests come from the source distribution of the installed transformers on PyPI, fetched once into the cache folder and
-never committed. Two of its modules aren't in the distribution and are stood in for by empty mixins.
+The tests come from the source distribution of the installed transformers on PyPI, fetched once into the cache folder
+and never committed. Two of its modules aren't in the distribution and are stood in for by empty mixins.
 """
 
 import importlib
@@ -21,16 +21,32 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_sparse_prr import patch_model
 
 CACHE = Path(os.environ.get("HF_SPARSE_PRR_CACHE", Path.home() / ".cache" / "hf_sparse_prr"))
-SUBSET = """
-    test_save_load test_torch_save_load test_determinism test_training test_training_gradient_checkpointing
-    test_training_gradient_checkpointing_use_reentrant_false test_training_gradient_checkpointing_use_reentrant_true
-    test_attention_outputs test_hidden_states_output test_retain_grad_hidden_states_attentions
-    test_model_outputs_equivalence test_inputs_embeds test_inputs_embeds_matches_input_ids test_disk_offload_bin
-    test_disk_offload_safetensors test_cpu_offload test_can_set_attention_dynamically
-    test_config_attn_implementation_setter test_batching_equivalence test_resize_tokens_embeddings
-    test_can_be_initialized_on_meta test_tp_plan_matches_params test_capture_outputs_decorator
-    test_bc_cache_name_forward
-""".split()
+SUBSET = [
+    "test_save_load",
+    "test_torch_save_load",
+    "test_determinism",
+    "test_training",
+    "test_training_gradient_checkpointing",
+    "test_training_gradient_checkpointing_use_reentrant_false",
+    "test_training_gradient_checkpointing_use_reentrant_true",
+    "test_attention_outputs",
+    "test_hidden_states_output",
+    "test_retain_grad_hidden_states_attentions",
+    "test_model_outputs_equivalence",
+    "test_inputs_embeds",
+    "test_inputs_embeds_matches_input_ids",
+    "test_disk_offload_bin",
+    "test_disk_offload_safetensors",
+    "test_cpu_offload",
+    "test_can_set_attention_dynamically",
+    "test_config_attn_implementation_setter",
+    "test_batching_equivalence",
+    "test_resize_tokens_embeddings",
+    "test_can_be_initialized_on_meta",
+    "test_tp_plan_matches_params",
+    "test_capture_outputs_decorator",
+    "test_bc_cache_name_forward",
+]
 
 
 class PatchedLlama(LlamaForCausalLM):

@@ -1,7 +1,7 @@
 """The search behind gvr_topk: exact on every fixture that broke a kernel somewhere, whatever the hint, in 34 counts.
 
-The oracle is a stable descending sort of the scores, compared as index lists. Rows longer than the candidate buffer make
-the search run; a small buffer makes it run on short rows too.
+The oracle is a stable descending sort of the scores, compared as index lists. Rows longer than the candidate buffer
+make the search run; a small buffer makes it run on short rows too.
 """
 
 import os

@@ -53,7 +53,7 @@ def block_partials(
         end: columns at or past it are not attended (the query's own column + 1).
         scale: of the logits before the softmax.  block_size: S.
     """
-    batch, heads, group, dim = query.shape
+    _, heads, group, dim = query.shape
     columns = keys.shape[2]
     result = Partials(
         output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),

@@ -134,7 +134,7 @@ def refine(keys: torch.Tensor, k: int) -> torch.Tensor:
 
     A stable sort leaves equal keys in index order, so the smallest index wins.
     """
-    rows, columns = keys.shape
+    columns = keys.shape[1]
     best, order = keys.sort(dim=1, descending=True, stable=True)
     kept = min(k, columns)
     winners = order[:, :kept].masked_fill(best[:, :kept] == INVALID, columns).sort(dim=1).values

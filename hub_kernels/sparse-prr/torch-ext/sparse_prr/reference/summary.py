@@ -24,7 +24,7 @@ def update_summaries(
         lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column begin + count - 1.
         begin, count: columns that are new.  block_size: S.
     """
-    batch, heads, columns, _ = keys.shape
+    _, heads, columns, _ = keys.shape
     if count <= 0:
         return
     end, start = begin + count, start.long()

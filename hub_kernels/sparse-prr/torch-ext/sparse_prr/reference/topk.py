@@ -13,8 +13,9 @@ _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 class TopKStats(NamedTuple):
     """How the result was found, [R] tensors on the scores' device.
 
-    passes: int32, count + collect + fill passes over the row, at most 40.  candidates: int32, entries that were refined,
-    0 where a plateau was filled.  fallback: bool, the guess missed and the guard (bisection) took over.
+    passes: int32, count + collect + fill passes over the row, at most 40.
+    candidates: int32, entries that were refined, 0 where a plateau was filled.
+    fallback: bool, the guess missed or wasn't there, and the guard (bisection) took over.
     """
 
     passes: torch.Tensor
