@@ -65,7 +65,8 @@ class SparseGQA(_Attention):
         if wants_weights and self.config._attn_implementation != "eager":
             raise ValueError(
                 "output_attentions: expected the eager attention implementation, got "
-                f"{self.config._attn_implementation!r}, which has none to return; call model.set_attn_implementation('eager')"
+                f"{self.config._attn_implementation!r}, which has none to return; call "
+                "model.set_attn_implementation('eager')"
             )
         grad = torch.is_grad_enabled()
         with torch.no_grad():
