@@ -1,4 +1,4 @@
-# make demo | test | lint | clean
+# make demo | test | test-oldest | lint | clean
 #
 # TORCH is what pip is asked for; it can hold options too. On Linux a plain `torch` brings the CUDA build.
 #   make demo TORCH="torch==2.11.0"
@@ -6,13 +6,14 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 DEMO   ?=
 PYTEST ?= -m "not slow"
+OLDEST ?= transformers==5.17.0
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL := $$(ls $(VENV)/wheel/*.whl)
 
-.PHONY: demo test lint clean wheel install-demo install-test FORCE
+.PHONY: demo test test-oldest lint clean wheel install-demo install-test FORCE
 .DELETE_ON_ERROR:
 
 demo: install-demo
@@ -21,6 +22,15 @@ demo: install-demo
 # `pytest`, not `python -m pytest`: the repository root must not be on sys.path, so that the installed wheel is tested.
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest $(PYTEST)
+
+# The oldest transformers lies over the newest one: only it differs, and the tests marked compat run on it.
+test-oldest: install-test $(VENV)/oldest.stamp
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -m "compat and not slow"
+
+$(VENV)/oldest.stamp: pyproject.toml Makefile | $(BIN)/python
+	rm -rf $(VENV)/oldest
+	$(PIP) install --no-deps --target $(VENV)/oldest $(OLDEST)
+	@touch $@
 
 # mypy runs in an empty folder, or it would find the sources instead of the installed wheel, where `patches` has its place.
 lint: install-test
