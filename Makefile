@@ -23,13 +23,13 @@ demo: install-demo
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest $(PYTEST)
 
-# The oldest transformers lies over the newest one: only it differs, and the tests marked compat run on it.
+# The oldest transformers, with what it needs, lies over the newest one; the tests marked compat run on it.
 test-oldest: install-test $(VENV)/oldest.stamp
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -m "compat and not slow"
 
 $(VENV)/oldest.stamp: pyproject.toml Makefile | $(BIN)/python
 	rm -rf $(VENV)/oldest
-	$(PIP) install --no-deps --target $(VENV)/oldest $(OLDEST)
+	$(PIP) install --target $(VENV)/oldest $(OLDEST)
 	@touch $@
 
 # mypy runs in an empty folder, or it would find the sources instead of the installed wheel, where `patches` has its place.
