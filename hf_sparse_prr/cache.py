@@ -4,19 +4,27 @@ K/V lie in preallocated buffers [B, H, capacity, D] that grow geometrically. All
 follows every verb of it.
 """
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .config import LayerPlan, SparseConfig
+from .config import LayerPlan, SparseConfig, is_int
 from .predictor import Memory
 from .selectors import SELECTORS
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
     from .report import Statistics
+
+
+def _writes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that makes or changes the cache's tensors: they are ordinary ones without gradients, also when it is
+    called under inference_mode, so that a cache serves callers of every mode."""
+    return torch.no_grad()(torch.inference_mode(False)(method))
+
 
 _GRANULE = 64  # columns; capacities are multiples of it
 
@@ -93,6 +101,7 @@ class SparseLayer(CacheLayerMixin):
                     f"got {list(got)} in {states.dtype} on {states.device}; call cache.reset(), or make another cache"
                 )
 
+    @_writes
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,11 +202,16 @@ class SparseCache(Cache):
     def __init__(
         self, model_or_config: Any, *, max_length: int | None = None, sparse_config: SparseConfig | None = None
     ) -> None:
-        if max_length is not None and (type(max_length) is not int or max_length < 1):
+        if max_length is not None and (not is_int(max_length) or max_length < 1):
             raise ValueError(f"max_length: expected None or an int >= 1, got {max_length!r}")
+        if sparse_config is not None and not isinstance(sparse_config, SparseConfig):
+            raise TypeError(f"sparse_config: expected a SparseConfig, got {sparse_config!r}")
         handle = getattr(model_or_config, "sparse_prr", None)
         config = getattr(model_or_config, "config", model_or_config)
-        layers = getattr(config, "get_text_config", lambda decoder: config)(decoder=True).num_hidden_layers
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"expected a transformers model or its config, got {type(model_or_config).__name__}")
+        # Not the config's number while early-exit drafting lowers it
+        layers = config.get_text_config(decoder=True).num_hidden_layers if handle is None else len(handle.plans)
         super().__init__(layers=[SparseLayer(max_length) for _ in range(layers)])
         self.tokens = Tokens()
         self.sparse_config: SparseConfig | None = None
@@ -219,9 +233,9 @@ class SparseCache(Cache):
 
     @prompt_length.setter
     def prompt_length(self, value: int | None) -> None:
-        if value is not None and (type(value) is not int or value < 0):
+        if value is not None and (not is_int(value) or value < 0):
             raise ValueError(f"prompt_length: expected None or an int >= 0, got {value!r}")
-        self._prompt_length = value
+        self._prompt_length = None if value is None else int(value)
 
     def check_settings(self, config: SparseConfig) -> None:
         """ValueError where the cache was made for other settings."""
@@ -245,6 +259,7 @@ class SparseCache(Cache):
         layer_idx: int,
         mask: Any,
         config: SparseConfig | None,
+        depth: int | None = None,
     ) -> Step:
         """Check a forward and say what it is. Nothing is written: a refused input leaves the cache as it was.
 
@@ -252,6 +267,7 @@ class SparseCache(Cache):
             key_states, value_states: [B, H, Q, D], what `append` will be given.
             mask: the layer's attention mask, as transformers made it.
             config: settings of the patched model that calls.
+            depth: layers that it runs, all by default; fewer while it drafts by early exit.
 
         Raises:
             ValueError: shapes, dtype, device, batch size, mask, length or settings that don't fit the cache.
@@ -264,7 +280,7 @@ class SparseCache(Cache):
         step = self._step
         if layer_idx > 0 and step is not None and (step.begin, step.count) == (layer.length, count):
             return step
-        lengths = {held.length for held in self.layers}
+        lengths = {held.length for held in self.layers[:depth]}
         if layer_idx > 0 or len(lengths) > 1:
             raise ValueError(
                 f"cache: expected layers of one length, got {sorted(lengths)} before a forward of {count} tokens in "
@@ -273,6 +289,7 @@ class SparseCache(Cache):
         kv_length, _ = layer.get_mask_sizes(count)
         return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)
 
+    @_writes
     def append(
         self,
         key_states: torch.Tensor,
@@ -301,6 +318,7 @@ class SparseCache(Cache):
         step = self.begin(key_states, value_states, layer_idx, None, None)
         return self.append(key_states, value_states, layer_idx, step)
 
+    @_writes
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last |tokens_to_remove| tokens. ValueError for a positive number."""
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor before transformers 5.18
@@ -319,19 +337,31 @@ class SparseCache(Cache):
         self.tokens.reset()
         self.decode_columns = []
         self.statistics = None
+        self._prompt_length = None
         self._step = None
 
+    @_writes
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self.tokens.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
+    @_writes
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         self.tokens.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
+    @_writes
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        indices = torch.as_tensor(indices)
         super().batch_select_indices(indices)
         self.tokens.map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "statistics": None, "_step": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseCache":
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        with torch.inference_mode(False):
+            twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return twin

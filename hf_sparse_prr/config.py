@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ HINTS = ("predicted", "previous", "rope", "none")
 KERNEL_SOURCES = ("auto", "hub", "reference")
 DEFAULT_EMA = (0.4, 0.1, 0.25)
 _MANY = 2**31  # more blocks than any cache holds
+_LEAST = 1e-6  # of alpha and beta: fp32 keeps it and its complement
 
 
 def _expect(condition: bool, field: str, expected: str, got: object) -> None:
@@ -24,12 +26,17 @@ def _expect(condition: bool, field: str, expected: str, got: object) -> None:
         raise ValueError(f"{field}: expected {expected}, got {got!r}")
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _choices(values: tuple[Any, ...]) -> str:
@@ -82,15 +89,15 @@ class SparseConfig:
             value = getattr(self, field)
             _expect(value in choices, field, _choices(choices), value)
         _expect(
-            self.block_size == "auto" or (_is_int(self.block_size) and self.block_size in BLOCK_SIZES),
+            self.block_size == "auto" or (is_int(self.block_size) and self.block_size in BLOCK_SIZES),
             "block_size",
             _choices(("auto", *BLOCK_SIZES)),
             self.block_size,
         )
-        _expect(_is_int(self.sink_blocks) and self.sink_blocks >= 0, "sink_blocks", "an int >= 0", self.sink_blocks)
-        _expect(_is_int(self.local_blocks) and self.local_blocks >= 1, "local_blocks", "an int >= 1", self.local_blocks)
+        _expect(is_int(self.sink_blocks) and self.sink_blocks >= 0, "sink_blocks", "an int >= 0", self.sink_blocks)
+        _expect(is_int(self.local_blocks) and self.local_blocks >= 1, "local_blocks", "an int >= 1", self.local_blocks)
         _expect(
-            self.dense_layers == "auto" or (_is_int(self.dense_layers) and self.dense_layers >= 0),
+            self.dense_layers == "auto" or (is_int(self.dense_layers) and self.dense_layers >= 0),
             "dense_layers",
             "'auto' or an int >= 0",
             self.dense_layers,
@@ -111,12 +118,13 @@ class SparseConfig:
         self._check_budget()
         for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers"):
             value = getattr(self, field)
-            if _is_int(value):  # also numpy's
+            if is_int(value):  # also numpy's
                 object.__setattr__(self, field, int(value))
         _expect(
             isinstance(self.kernels, Path | ModuleType)
             or (
                 isinstance(self.kernels, str)
+                and self.kernels
                 and (self.kernels in KERNEL_SOURCES or is_repo_id(self.kernels) or Path(self.kernels).is_dir())
             ),
             "kernels",
@@ -134,9 +142,9 @@ class SparseConfig:
             isinstance(ema, tuple | list)
             and len(ema) == 3
             and all(_is_number(value) for value in ema)
-            and 0 < ema[0] <= 1
-            and 0 < ema[1] <= 1
-            and ema[2] >= 0
+            and _LEAST <= ema[0] <= 1
+            and _LEAST <= ema[1] <= 1
+            and 0 <= ema[2] <= 1 / _LEAST
         )
         _expect(good, "ema", "'calibrate' or (alpha, beta, gamma), alpha and beta in (0, 1], gamma >= 0", ema)
         object.__setattr__(self, "ema", tuple(float(value) for value in ema))
@@ -146,7 +154,7 @@ class SparseConfig:
             return
         needed = self.forced_blocks + 1
         _expect(
-            _is_int(self.budget) and self.budget // self.tokens_per_block >= needed,
+            is_int(self.budget) and self.budget // self.tokens_per_block >= needed,
             "budget",
             f"None or an int >= {needed * self.tokens_per_block} ({self.forced_blocks} forced blocks and one more, "
             f"of {self.tokens_per_block} tokens)",
@@ -171,11 +179,17 @@ class SparseConfig:
             raise TypeError(f"unknown override {', '.join(unknown)}; the fields are {', '.join(fields)}")
         return dataclasses.replace(self, **overrides)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseConfig":
+        return self  # frozen, and a module can't be copied
+
     def __getstate__(self) -> dict[str, Any]:
-        """A module can't be pickled or copied: its name is."""
+        """A module can't be pickled: its name is, if it can be imported by it."""
         state = dict(self.__dict__)
         if isinstance(self.kernels, ModuleType):
-            state["kernels"] = ("module", self.kernels.__name__)
+            name = self.kernels.__name__
+            if sys.modules.get(name) is not self.kernels:
+                raise ValueError(f"kernels: expected a module that sys.modules holds to pickle it, got {name!r}")
+            state["kernels"] = ("module", name)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,7 +203,7 @@ class SparseConfig:
         _expect(dense <= layers, "dense_layers", f"at most {layers}, the model's layers", dense)
         if self.budget is None:
             return [LayerPlan.dense("budget=None") for _ in range(layers)]
-        blocks = self.budget // self.tokens_per_block
+        blocks = min(self.budget // self.tokens_per_block, _MANY)
         free = blocks - self.forced_blocks
         ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
         sparse = LayerPlan(

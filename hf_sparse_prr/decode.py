@@ -14,6 +14,8 @@ from .report import Statistics, TraceEntry
 from .selectors import SELECTORS
 from .tokens import Tokens
 
+_WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be endless
+
 
 class Token(NamedTuple):
     """A query token as every layer of the same plan sees it.
@@ -86,7 +88,9 @@ def select(
 def predict(layer: SparseLayer, prior: Prior, token: Token, kernels: ModuleType, ema: torch.Tensor) -> torch.Tensor:
     """int32 [B, H, P]: the blocks the prior expects; all -1 where it expects nothing."""
     level, trend = prior.ema_state(layer.summaries[0].shape[2])
-    expected = kernels.ema_predict(level, trend, ema).masked_fill(~token.selects[:, None, None], float("nan"))
+    columns = torch.arange(level.shape[2], device=level.device)
+    selectable = (columns >= layer.plan.sink_blocks) & (columns < token.last[:, None])  # none where the row fits
+    expected = kernels.ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan"))
     return top_blocks(kernels, expected, min(layer.plan.predicted_blocks, level.shape[2]))
 
 
@@ -168,13 +172,11 @@ def attention_weights(
     return torch.softmax(logits.masked_fill(~seen[:, :, None], float("-inf")), dim=-1)
 
 
-def record_fitting(
-    statistics: Statistics, layer_idx: int, plan: LayerPlan, like: torch.Tensor, heads: int, step: int
-) -> None:
-    """Trace a token whose batch rows all fit their budget: nothing was predicted, nothing selected."""
+def record_fitting(statistics: Statistics, layer_idx: int, plan: LayerPlan, like: torch.Tensor, step: int) -> None:
+    """Trace a token whose batch rows all fit their budget: nothing predicted, nothing selected. like: [B, H, ..]."""
 
     def none(slots: int) -> torch.Tensor:
-        return like.new_full((like.shape[0], heads, slots), -1, dtype=torch.int32)
+        return like.new_full((*like.shape[:2], min(slots, _WIDEST)), -1, dtype=torch.int32)
 
     entry = TraceEntry(
         step, layer_idx, none(min(plan.predicted_blocks, plan.blocks)), none(plan.blocks), none(plan.free_blocks)

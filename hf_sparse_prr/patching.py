@@ -3,6 +3,7 @@
 import inspect
 import types
 import warnings
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _PROCESS_WARNINGS: set[str] = set()
+# Caches whose prompt length this generate() set, to be cleared when it ends; one list a call and thread
+_PREPARED: ContextVar[list[SparseCache] | None] = ContextVar("hf_sparse_prr_prepared", default=None)
 _MISSING = "missing"  # marks an instance attribute that wasn't there; a string, so that a pickled handle keeps it
 
 
@@ -45,12 +48,15 @@ class Binding:
         """Layer 0, before its write: say once that a cache which isn't a SparseCache runs stock, at the first token
         that would be sparse."""
         plan, name = self.handle.sparse_plan, type(cache).__name__
-        if plan is None or count > MAX_DRAFT or not isinstance(cache, Cache) or torch.compiler.is_compiling():
+        if cache is None or plan is None or count > MAX_DRAFT or torch.compiler.is_compiling():
             return
         if self.handle.has_warned(f"foreign {name}"):
             return
-        seen, budget = int(cache.get_seq_length()), plan.blocks * plan.block_size
-        if seen and seen + count > budget and longest_row(mask, seen + count) > budget:
+        would_be_sparse = True  # a paged cache tells no length
+        if isinstance(cache, Cache):
+            seen, budget = int(cache.get_seq_length()), plan.blocks * plan.block_size
+            would_be_sparse = seen > 0 and seen + count > budget and longest_row(mask, seen + count) > budget
+        if would_be_sparse:
             self.handle.fall_back(
                 f"foreign {name}",
                 f"stock dense attention runs, because the cache is a {name}; pass SparseCache(model), or let "
@@ -76,6 +82,12 @@ class GenerateHook:
         self.handle = handle
         self.stock = stock
 
+    __name__ = "generate"
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return inspect.getdoc(self._stock())
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._stock())
@@ -89,11 +101,11 @@ class GenerateHook:
         if "cache" in kwargs and cache_argument() != "cache":
             kwargs["past_key_values"] = kwargs.pop("cache")
         prepared: list[SparseCache] = []
-        self.handle.generating.append(prepared)
+        token = _PREPARED.set(prepared)
         try:
             return self._stock()(*args, **kwargs)
         finally:
-            self.handle.generating.pop()
+            _PREPARED.reset(token)
             for cache in prepared:
                 cache.prompt_length = None
 
@@ -110,9 +122,14 @@ class PrepareCacheHook:
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         model, name = self.handle.model, cache_argument()
-        wanted = generation_config.use_cache is not False and generation_config.cache_implementation in (
-            None,
-            "dynamic",
+        wanted = (
+            not model.training
+            and generation_config.use_cache is not False
+            and generation_config.cache_implementation
+            in (
+                None,
+                "dynamic",
+            )
         )
         if model_kwargs.get(name) is None and wanted:
             model_kwargs[name] = SparseCache(model)
@@ -125,12 +142,15 @@ class PrepareCacheHook:
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(cache, SparseCache) and copies > 1 and cache.tokens.batch == batch_size:
             cache.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
-        if isinstance(cache, SparseCache) and self.handle.generating:
+        prepared = _PREPARED.get()
+        if isinstance(cache, SparseCache) and prepared is not None:
             mask = model_kwargs.get("attention_mask")
             # transformers >= 5.18 drops a mask of ones and keeps its length
             length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
             cache.prompt_length = length
-            self.handle.generating[-1].append(cache)
+            prepared.append(cache)
+            # A step reads host numbers, so a compiled one would be compiled anew for each token
+            generation_config.disable_compile = True
 
 
 _HOOKS = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}
@@ -157,7 +177,6 @@ class PatchHandle:
 
     def _start(self) -> None:
         self.recorder = Recorder(self.plans, self.config)
-        self.generating: list[list[SparseCache]] = []
         self.warnings: dict[str, str] = {}
         self.kernels = kernel_loader.resolve(self.config.kernels, self.config.strict)
         if self.kernels.fallback is not None:
@@ -184,6 +203,8 @@ class PatchHandle:
         return next((plan for plan in self.plans if plan.status == "sparse"), None)
 
     def __enter__(self) -> "PatchHandle":
+        if not self.replaced:
+            raise RuntimeError("expected a patched model, got the handle of one that was unpatched; call patch_model")
         self._unpatch_on_exit.append(self._fresh)
         self._fresh = False
         return self
@@ -237,7 +258,8 @@ class PatchHandle:
 
         steps, selector_calls (layers x steps), hit_rate = |P n A| / |A|, hit_rate_weighted (by normalised score),
         extra_rate = |P - A| / |P|, repaired_blocks, bytes_read (K/V and summaries), ema, and layers: the same of each.
-        Rates are None if nothing was ever predicted.
+        Rates are None if nothing was ever predicted. Counters count work done, also for drafts that were rejected;
+        the trace follows the cache and forgets them.
         """
         return self.recorder.summary()
 
@@ -258,8 +280,11 @@ class PatchHandle:
                 del module.__dict__["binding"]
                 _set_class(module, self.stock)
         for name, value in self.replaced.items():
+            ours = self.model.__dict__.get(name)
+            if getattr(ours, "handle", ours) is not self:
+                continue  # somebody replaced it since
             if value == _MISSING:
-                self.model.__dict__.pop(name, None)
+                del self.model.__dict__[name]
             else:
                 self.model.__dict__[name] = value
         self.replaced = {}
@@ -306,10 +331,18 @@ def _attention_modules(model: PreTrainedModel, family: "ModuleType") -> list[nn.
 
 def _patchable(model: nn.Module) -> PreTrainedModel:
     """The transformers model in `model` (itself, or inside a wrapper such as a PeftModel)."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
     raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
+
+
+def _handle_of(model: PreTrainedModel) -> PatchHandle | None:
+    """The handle that has patched a model, or a model inside or around it."""
+    bindings = (module.__dict__.get("binding") for module in model.modules())
+    return next((binding.handle for binding in bindings if isinstance(binding, Binding)), None)
 
 
 def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overrides: Any) -> PatchHandle:
@@ -331,10 +364,14 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
         raise TypeError(f"config: expected a SparseConfig, got {config!r}; give single fields by name")
     config = (config or SparseConfig()).replace(**overrides)
     target = _patchable(model)
-    held = target.__dict__.get("sparse_prr")
+    held = _handle_of(target)
     if held is not None:
         if held.config != config:
             raise ValueError(f"expected the settings it is patched with, {held.config}, got {config}; unpatch first")
+        if target not in held.model.modules():
+            raise ValueError(
+                f"expected an unpatched model, got one whose {type(held.model).__name__} is; unpatch that first"
+            )
         held._fresh = False
         return held
     family = patches.family(target.config.model_type)
@@ -358,6 +395,6 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
 
 def unpatch_model(model: nn.Module) -> None:
     """Make a model stock again. Idempotent."""
-    handle = _patchable(model).__dict__.get("sparse_prr")
+    handle = _handle_of(_patchable(model))
     if handle is not None:
         handle.unpatch()

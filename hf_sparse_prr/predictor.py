@@ -77,9 +77,13 @@ class Memory:
     def crop(self, length: int) -> None:
         """Columns at and past `length` are gone. Inside the last forward their tokens are undone; deeper, the prior is
         cleared: what it was then isn't known, and an empty prior is always right."""
-        self._drop_queries(length)
+        dropped = self._drop_queries(length)
         if length < self._begin:
             self.clear()
+            return
+        if dropped:  # what calibrated the prior isn't there any more
+            self.clear()
+            self.uncalibrated = bool(self.columns)
             return
         undone = sorted(column for column in self._before if column >= length)
         if undone:
@@ -87,11 +91,13 @@ class Memory:
         for column in undone:
             del self._before[column]
 
-    def _drop_queries(self, length: int) -> None:
+    def _drop_queries(self, length: int) -> bool:
         held = sum(column < length for column in self.columns)
-        if self.queries is not None and held < len(self.columns):
-            self.queries, self.columns = self.queries[:, :, :, :held], self.columns[:held]
-            self.uncalibrated = self.uncalibrated and held > 0
+        if self.queries is None or held == len(self.columns):
+            return False
+        self.queries, self.columns = self.queries[:, :, :, :held], self.columns[:held]
+        self.uncalibrated = self.uncalibrated and held > 0
+        return True
 
     def clear(self) -> None:
         self.prior = None

@@ -98,6 +98,7 @@ class Tokens:
         self.start = torch.zeros(0, dtype=torch.int64)
         self.start_min: int = 0
         self.start_max: int | None = 0
+        self.padded = False  # some column holds no token
         self.shared: dict[Any, Any] = {}  # what layers work out once per forward; emptied when anything changes
 
     @property
@@ -119,8 +120,16 @@ class Tokens:
         changed = False
         if validity is not None and self.batch is not None:
             validity = validity.to(self.valid.device)
-            if factorises:
+            if factorises and self.padded and bool(validity.all()):
+                validity = None  # "all ones" and "no mask" can't be told apart: what is known of padding stays
+            elif factorises:
                 changed = not torch.equal(validity[:, :begin], self.valid[:, :begin])
+                if changed and not bool(validity[:, begin:].any()):
+                    # transformers fills up a mask that is too narrow with zeros
+                    raise ValueError(
+                        f"attention_mask: expected one of {begin + count} columns that has a new token, got one that "
+                        "hides all new ones and other old ones than before"
+                    )
             else:
                 validity = torch.cat([self.valid[:, :begin], validity[:, begin:]], dim=1)
         reason = None if factorises else MASK_REASON
@@ -138,6 +147,7 @@ class Tokens:
             self.valid[:, step.begin : end] = True
         else:
             self.valid[:, :end] = step.validity
+            self.padded = not bool(step.validity.all())
         self.length = end
         self.shared.clear()
         if step.changed or self.start_max is None or (step.begin == 0 and step.validity is not None):

@@ -9,6 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, record_fitting, token_at
+from hf_sparse_prr.patching import cache_argument
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 
@@ -48,12 +49,18 @@ class SparseGQA(_Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
+        if cache_argument() != "cache" and not isinstance(cache, SparseCache):
+            if cache is not None:  # the paged cache of continuous batching, for the attention function
+                kwargs["cache"] = cache
+            cache = None
         if cache is not None and past_key_values is not None:
             raise ValueError("expected one cache, got both `cache` and `past_key_values`")
         cache = past_key_values if cache is None else cache
         if not isinstance(cache, SparseCache):
             if self.layer_idx == 0 and not self.training:
-                self.binding.check_foreign(cache, attention_mask, hidden_states.shape[1])
+                self.binding.check_foreign(
+                    kwargs.get("cache") if cache is None else cache, attention_mask, hidden_states.shape[1]
+                )
             return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         if self.training:
             raise ValueError("SparseCache: expected a model in eval mode, got model.train(); call model.eval()")
@@ -69,14 +76,40 @@ class SparseGQA(_Attention):
                 "model.set_attn_implementation('eager')"
             )
         grad = torch.is_grad_enabled()
-        with torch.no_grad():
+        # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
+        with torch.inference_mode(False), torch.no_grad():
             query, key, value = self.project(hidden_states, position_embeddings)
-            step = cache.begin(key, value, self.layer_idx, attention_mask, config)
+            step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
             if self.layer_idx == 0:
                 self.binding.check_step(step, grad)
             keys, values = cache.append(key, value, self.layer_idx, step, config)
+            keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
             output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _stock_view(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: Any, cache: SparseCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """K/V and mask as a DynamicCache gives them to stock attention: a preallocated buffer's columns in use, no mask
+        where it hides nothing, and a mask where none came but the cache knows of padding."""
+        end = step.begin + step.count
+        if keys.shape[2] > end:
+            keys, values = keys[:, :, :end], values[:, :, :end]
+            if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+                mask = (
+                    None
+                    if step.count == 1 and not cache.tokens.padded and mask.dtype == torch.bool
+                    else mask[..., :end]
+                )
+        unmasked = step.validity is None and step.dense_reason is None
+        if unmasked and cache.tokens.padded and self.config._attn_implementation in ("eager", "sdpa"):
+            valid, _ = cache.tokens.on(keys.device)
+            columns = torch.arange(end, device=keys.device)
+            mask = ((columns <= columns[step.begin :, None]) & valid[:, None, :end])[:, None]
+            if self.config._attn_implementation == "eager":
+                lowest = torch.finfo(keys.dtype).min
+                mask = torch.zeros(mask.shape, dtype=keys.dtype, device=keys.device).masked_fill(~mask, lowest)
+        return keys, values, mask
 
     def _attend(
         self,
@@ -132,7 +165,7 @@ class SparseGQA(_Attention):
         decode_step = len(cache.decode_columns) + at
         if not tokens.any_longer(column, budget):
             if handle.config.trace:
-                record_fitting(statistics, self.layer_idx, plan, query, query.shape[1], decode_step)
+                record_fitting(statistics, self.layer_idx, plan, query, decode_step)
             return
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)

@@ -238,9 +238,9 @@ def test_a_padded_second_turn_leaves_holes_that_are_never_selected():
         ids = torch.cat([first, hole], dim=1)
         with torch.no_grad():
             model(first, past_key_values=cache)
-        positions = (full.cumsum(1) - 1).clamp(min=0)[:, 120:]
+        positions = (full.cumsum(1) - 1).clamp(min=0)[:, 120:-1]
         with torch.no_grad():
-            model(hole, attention_mask=full, position_ids=positions, past_key_values=cache)
+            model(hole[:, :-1], attention_mask=full[:, :-1], position_ids=positions, past_key_values=cache)
         name = cache_argument()
         model.generate(ids, attention_mask=full, max_new_tokens=20, do_sample=False, **{name: copy.deepcopy(cache)})
         assert cache.tokens.valid[1, 120:166].any().item() is False

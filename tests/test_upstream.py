@@ -63,7 +63,13 @@ PatchedLlama.__name__ = "LlamaForCausalLM"  # the mixin looks up by name whether
 @pytest.fixture(scope="session")
 def mixin(pytestconfig):
     """`ModelTesterMixin` of the transformers that is installed."""
-    for marker in ("accelerate_tests", "flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "torch_compile_test"):
+    for marker in (
+        "accelerate_tests",
+        "flash_attn_test",
+        "flash_attn_3_test",
+        "flash_attn_4_test",
+        "torch_compile_test",
+    ):
         pytestconfig.addinivalue_line("markers", f"{marker}: of transformers")
     folder = CACHE / f"transformers-{transformers.__version__}"
     if not folder.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 
 from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.demo.progress import Progress
+from hf_sparse_prr.patching import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +82,7 @@ def _prefill(model: PreTrainedModel, ids: torch.Tensor, progress: Progress) -> S
         for start in range(0, total, PREFILL_CHUNK):
             progress("prefill", start, total)
             chunk = ids[:, start : start + PREFILL_CHUNK]
-            model(chunk, use_cache=True, logits_to_keep=1, **{_cache_argument(model): cache})
+            model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
     _wait_for(model)
     progress("prefill", total, total)
     return cache
@@ -109,7 +109,7 @@ def _decode(
             do_sample=False,
             num_beams=1,
             streamer=clock,
-            **{_cache_argument(model): own_cache},
+            **{cache_argument(): own_cache},
         )
         layers, report = handle.stats()["layers"], str(handle.report())
     first, *steps = clock.seconds
@@ -133,11 +133,6 @@ class _Clock:
 
     def end(self) -> None:
         pass
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    """Return what this transformers calls the cache: `cache` since 5.24, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _wait_for(model: PreTrainedModel) -> None:

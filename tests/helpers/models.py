@@ -36,8 +36,9 @@ def tiny_llama(seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float3
 
 def prompt(length: int = 150, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Random ids without the pad id."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(2, VOCABULARY, (batch, length), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
 
 
 def left_pad(rows: list[torch.Tensor], extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

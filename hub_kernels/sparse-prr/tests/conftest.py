@@ -4,6 +4,7 @@ The repo is loaded as a user would load it, through `kernels`. Tests make tensor
 the host, so they say nothing about a device. Every oracle is written in its own test file, in float64 or plain Python.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,9 @@ import kernels
 import numpy as np
 import pytest
 import torch
+
+if device := os.environ.get("HF_SPARSE_PRR_TEST_DEVICE"):
+    torch.set_default_device(device)
 
 KERNEL_REPO = Path(__file__).parents[1] / "torch-ext" / "sparse_prr"
 

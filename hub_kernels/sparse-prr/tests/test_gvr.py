@@ -104,11 +104,24 @@ def fixtures():
     yield "bits", torch.randint(-(2**31), 2**31 - 1, (2, 9000), generator=generator).int().view(torch.float32), 1024
 
 
-FIXTURES = {name: (scores, k) for name, scores, k in fixtures()}
+with torch.device("cpu"):  # generators of one device, whatever the tests run on
+    FIXTURES = {name: (scores, k) for name, scores, k in fixtures()}
+
+
+def fixture(name):
+    """(scores, k) on the device under test."""
+    scores, k = FIXTURES[name]
+    return scores.to(torch.get_default_device()), k
 
 
 def hints_for(scores, k):
     """Every kind of hint, most of them hostile."""
+    with torch.device("cpu"):
+        hints = cpu_hints_for(scores.cpu(), k)
+    return {kind: None if hint is None else hint.to(scores.device) for kind, hint in hints.items()}
+
+
+def cpu_hints_for(scores, k):
     rows, columns = scores.shape
     order = scores.nan_to_num(-1e38, 3e38, -3e38).argsort(dim=1, descending=True)
     generator = torch.Generator().manual_seed(1)
@@ -134,7 +147,7 @@ def hints_for(scores, k):
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_gvr_topk_is_exact_on_every_fixture_under_every_hint(ops, name):
-    scores, k = FIXTURES[name]
+    scores, k = fixture(name)
     expected = stable(scores, k)
     for kind, hint in hints_for(scores, k).items():
         found, stats = ops.gvr_topk(scores, k, hint=hint, return_stats=True)
@@ -145,7 +158,7 @@ def test_gvr_topk_is_exact_on_every_fixture_under_every_hint(ops, name):
 @pytest.mark.parametrize("name", ["normal", "logistic", "relu 100", "one bin shuffled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gvr_topk_in_half_precision(ops, name, dtype):
-    scores, k = FIXTURES[name]
+    scores, k = fixture(name)
     scores = scores.to(dtype)
     for hint in hints_for(scores.float(), k).values():
         assert torch.equal(ops.gvr_topk(scores, k, hint=hint), stable(scores, k))
@@ -154,7 +167,7 @@ def test_gvr_topk_in_half_precision(ops, name, dtype):
 @pytest.mark.parametrize("next_n", [2, 3])
 def test_gvr_topk_of_several_query_tokens_with_one_hint_moved_along(ops, next_n):
     """Rows are shifted copies, as several new tokens make them; the last step's winners move by the row's offset."""
-    base = torch.randn((1, 16000), generator=torch.Generator().manual_seed(2))
+    base = fixture("normal")[0][:1, :16000]
     scores = torch.stack([base[0].roll(offset + 1) for offset in range(next_n)])
     lengths = torch.tensor([16000 - next_n + offset + 1 for offset in range(next_n)])
     known = hints_for(base, 1024)["previous"][0]
@@ -167,7 +180,7 @@ def test_gvr_topk_of_several_query_tokens_with_one_hint_moved_along(ops, next_n)
 
 def test_a_good_hint_takes_the_fast_path(ops):
     """Asserted by statistics: no guard, one or two counts and the collect."""
-    scores, k = FIXTURES["normal"]
+    scores, k = fixture("normal")
     _, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["previous"], return_stats=True)
     assert not stats.fallback.any()
     assert int(stats.passes.max()) <= 3
@@ -176,13 +189,13 @@ def test_a_good_hint_takes_the_fast_path(ops):
 
 
 def test_a_bad_hint_takes_the_guard(ops):
-    scores, k = FIXTURES["outlier and cluster"]
+    scores, k = fixture("outlier and cluster")
     _, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["one"], return_stats=True)
     assert stats.fallback.all()
 
 
 def test_a_plateau_ends_the_search_in_one_count_when_it_is_hit(ops):
-    scores, k = FIXTURES["constant"]
+    scores, k = fixture("constant")
     _, stats = ops.gvr_topk(scores, k, hint=torch.zeros((2, k), dtype=torch.int64), return_stats=True)
     assert stats.passes.tolist() == [2, 2]
     assert stats.candidates.tolist() == [0, 0]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from .sums import fixed_sum
+
 LOG2_E = math.log2(math.e)
 
 
@@ -78,11 +80,11 @@ def block_partials(
     block_values[ragged] = block_values[ragged].masked_fill(~attended[ragged][..., None], 0.0)
 
     scaled = (query.float().contiguous() * (scale * LOG2_E))[row, head]
-    logits = (scaled[:, :, None, :] * block_keys[:, None]).sum(dim=-1)
+    logits = fixed_sum(scaled[:, :, None, :] * block_keys[:, None], -1)
     logits = logits.masked_fill(~attended[:, None], float("-inf"))
     peak = logits.amax(dim=-1)
     weights = exp2(shifted(logits, peak[..., None]))
-    result.output[row, head, slot] = (weights[..., None] * block_values[:, None]).sum(dim=-2)
+    result.output[row, head, slot] = fixed_sum(weights[..., None] * block_values[:, None], -2)
     result.peak[row, head, slot] = peak
-    result.total[row, head, slot] = weights.sum(dim=-1)
+    result.total[row, head, slot] = fixed_sum(weights, -1)
     return result

@@ -2,6 +2,8 @@
 
 import torch
 
+from .sums import fixed_sum
+
 
 def quest_scores(
     query: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, first: int, last: torch.Tensor
@@ -22,10 +24,10 @@ def quest_scores(
     # Multiply and sum, not matmul: a BLAS dot product changes its bits with the shape around it, and scores must not
     # depend on the batch or on how many blocks there are. Contiguous, since a sum's order follows the strides.
     query = query.float().contiguous()
-    positive = query.clamp(min=0).sum(dim=2).unsqueeze(2)
-    negative = (-query).clamp(min=0).sum(dim=2).unsqueeze(2)
+    positive = fixed_sum(query.clamp(min=0), 2).unsqueeze(2)
+    negative = fixed_sum((-query).clamp(min=0), 2).unsqueeze(2)
     bound = positive * upper.float().contiguous() - negative * lower.float().contiguous()
-    scores = bound.sum(dim=-1)
+    scores = fixed_sum(bound, -1)
     blocks = torch.arange(lower.shape[2], device=lower.device)
     scored = (blocks >= first) & (blocks < last[:, None])
     empty = (lower[..., 0] > upper[..., 0]) | ~scored[:, None]

@@ -1,0 +1,67 @@
+"""Trained weights: SmolLM2-135M finds a passkey in a long text, sparse as well as dense, and PRR changes no token."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.demo.loading import load_model
+from hf_sparse_prr.demo.passkey import PASSKEY, passkey_prompt
+from hf_sparse_prr.demo.smollm2 import FetchError, ensure_smollm2
+from hf_sparse_prr.patching import cache_argument
+
+BUDGET = 1024
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return load_model(ensure_smollm2(), torch.float32)
+    except FetchError as error:
+        pytest.skip(f"SmolLM2 can't be fetched: {error}")
+
+
+def prefill(model, ids):
+    """All but the last token, by the stock model; a copy serves each setting."""
+    cache = SparseCache(model.config)
+    with torch.inference_mode():
+        for chunk in ids[:, :-1].split(512, dim=1):
+            model(chunk, **{cache_argument(): cache}, logits_to_keep=1)
+    return cache
+
+
+def answer(model, ids, cache, tokens, **settings):
+    """(new ids, statistics) of greedy decoding with these settings."""
+    with patch_model(model, **settings) as handle:
+        given = {cache_argument(): copy.deepcopy(cache)}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, **given)
+        return out[0, ids.shape[1] :].tolist(), handle.stats()
+
+
+@pytest.mark.parametrize("depth", [0.25, 0.75])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096, 7168])
+def test_the_passkey_is_found(smollm2, tokens, depth):
+    model, tokenizer = smollm2
+    ids = passkey_prompt(tokenizer, tokens, depth)
+    assert ids.shape[1] == tokens
+    cache = prefill(model, ids)
+    dense, _ = answer(model, ids, cache, 7, budget=None)
+    assert PASSKEY in tokenizer.decode(dense)
+    serial, stats = answer(model, ids, cache, 7, budget=BUDGET, speculate=False)
+    assert PASSKEY in tokenizer.decode(serial)
+    assert stats["selector_calls"] == 28 * 7
+    parallel, stats = answer(model, ids, cache, 7, budget=BUDGET, speculate=True)
+    assert parallel == serial
+    assert stats["hit_rate"] > 0.5
+
+
+def test_serial_and_prr_agree_for_200_tokens(smollm2):
+    model, tokenizer = smollm2
+    ids = passkey_prompt(tokenizer, 2048, 0.5)[:, :-4]  # without the question: the text goes on
+    cache = prefill(model, ids)
+    serial, _ = answer(model, ids, cache, 200, budget=BUDGET, speculate=False)
+    parallel, stats = answer(model, ids, cache, 200, budget=BUDGET, speculate=True)
+    assert len(serial) == 200
+    assert parallel == serial
+    assert stats["repaired_blocks"] > 0
