@@ -93,8 +93,8 @@ def test_choice_and_state_equal_plain_loops():
                 assert rates[chosen][0] == pytest.approx(max(rate for rate, _ in rates.values()), abs=1e-6)
                 for head, (level, trend) in rates[chosen][1].items():
                     for block, value in level.items():
-                        assert started.level[row, head, block] == pytest.approx(value, abs=1e-5)
-                        assert started.trend[row, head, block] == pytest.approx(trend[block], abs=1e-5)
+                        assert float(started.level[row, head, block]) == pytest.approx(value, abs=1e-5)
+                        assert float(started.trend[row, head, block]) == pytest.approx(trend[block], abs=1e-5)
 
 
 def test_the_first_decode_token_already_has_a_prediction():

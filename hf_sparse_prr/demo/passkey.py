@@ -1,9 +1,9 @@
 """A long text with a passkey in it: an island walk, written for this project, of any length.
 
-The text is plain and comes round again and again, as that of the passkey tests in the literature does, and the passkey
-is its only number: a model of 135M parameters finds it at 7K tokens. In richer prose a budget of 1024 can lose it, where
-Quest's bound over a block of keys no longer singles out the right block. The prompt is raw text that ends with "The pass
-key is": the model continues it.
+The text is plain and comes round again and again, as that of the passkey tests in the literature does, and the
+passkey is its only number: a model of 135M parameters finds it at 7K tokens. In richer prose a budget of 1024 can lose
+it, where Quest's bound over a block of keys no longer singles out the right block. The prompt is raw text that ends
+with "The pass key is": the model continues it.
 """
 
 from __future__ import annotations
