@@ -169,7 +169,8 @@ class SparseGQA(_Attention):
             return
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)
-        layer.summarise(kernels, token.valid, token.start)
+        # What is scored lies before the local blocks, whatever the row's grid
+        layer.summarise(kernels, token.valid, token.start, column - (plan.local_blocks - 1) * plan.block_size)
         attended, blocks = decode_token(
             layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace
         )

@@ -57,13 +57,6 @@ def block_partials(
     """
     _, heads, group, dim = query.shape
     columns = keys.shape[2]
-    result = Partials(
-        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
-        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
-        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
-    )
-    if blocks.shape[2] == 0:
-        return result
     row, head, slot = (blocks >= 0).nonzero(as_tuple=True)
     tokens = (start.long()[row] + blocks[row, head, slot].long() * block_size)[:, None] + torch.arange(
         block_size, device=keys.device
@@ -84,7 +77,14 @@ def block_partials(
     logits = logits.masked_fill(~attended[:, None], float("-inf"))
     peak = logits.amax(dim=-1)
     weights = exp2(shifted(logits, peak[..., None]))
-    result.output[row, head, slot] = fixed_sum(weights[..., None] * block_values[:, None], -2)
-    result.peak[row, head, slot] = peak
-    result.total[row, head, slot] = fixed_sum(weights, -1)
+    parts = (fixed_sum(weights[..., None] * block_values[:, None], -2), peak, fixed_sum(weights, -1))
+    if len(row) == blocks.numel():  # every slot is used: nothing to scatter (60 us of 380 on a CPU)
+        return Partials(*(part.view(*blocks.shape, *part.shape[1:]) for part in parts))
+    result = Partials(
+        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
+        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
+        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
+    )
+    for target, part in zip(result, parts, strict=True):
+        target[row, head, slot] = part
     return result

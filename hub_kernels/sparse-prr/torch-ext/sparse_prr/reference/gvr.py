@@ -138,7 +138,7 @@ def refine(keys: torch.Tensor, k: int) -> torch.Tensor:
     best, order = keys.sort(dim=1, descending=True, stable=True)
     kept = min(k, columns)
     winners = order[:, :kept].masked_fill(best[:, :kept] == INVALID, columns).sort(dim=1).values
-    return torch.nn.functional.pad(winners, (0, k - kept), value=columns)
+    return winners if kept == k else torch.nn.functional.pad(winners, (0, k - kept), value=columns)
 
 
 def collect(keys: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -24,8 +24,8 @@ def merge_partials(partials: Partials) -> torch.Tensor:
         batch, heads, _, group, dim = partials.output.shape
         return partials.output.new_zeros((batch, heads, group, dim))
     weights = exp2(shifted(partials.peak, partials.peak.amax(dim=2, keepdim=True)))
-    output = _tree_sum(weights[..., None] * partials.output)
-    total = _tree_sum(weights * partials.total)[..., None]
+    both = torch.cat([partials.output, partials.total[..., None]], dim=-1)  # one tree for both sums
+    output, total = _tree_sum(weights[..., None] * both).split([partials.output.shape[-1], 1], dim=-1)
     return torch.where(total == 0, 0.0, output / total)
 
 
@@ -62,9 +62,12 @@ def repair_merge(
     Returns:
         fp32 [B, H, G, D].
     """
+    attend = dict(scale=scale, block_size=block_size)
+    if predicted.shape[2] == 0:
+        return merge_partials(block_partials(query, keys, values, valid, start, selected, end, **attend))
     slot = slots_of(selected, predicted)
     missing = selected.masked_fill(slot >= 0, -1)
-    fresh = block_partials(query, keys, values, valid, start, missing, end, scale=scale, block_size=block_size)
+    fresh = block_partials(query, keys, values, valid, start, missing, end, **attend)
     row, head, rank = (slot >= 0).nonzero(as_tuple=True)
     taken = slot[row, head, rank]
     for target, source in zip(fresh, partials, strict=True):

@@ -79,17 +79,20 @@ def gvr_topk(
     buffer = buffer_size(k)
     if columns <= buffer or rows == 0 or k == 0:  # every entry is a candidate
         winners = refine(keys, k)
-        counts = torch.zeros(rows, dtype=torch.int32, device=scores.device)
-        candidates, guarded = (keys != INVALID).sum(dim=1, dtype=torch.int32), counts > 0
+        found = None
     else:
         found = verify(keys, k, guess(keys, hint), 0 if hint is None else hint.shape[1], buffer)
         kept = keys.masked_fill(found.plateau[:, None], INVALID)
         value, index, candidates = collect(kept, found.threshold)
         winners = index.gather(1, refine(value, k).clamp(max=index.shape[1] - 1))
         winners[found.plateau] = fill(keys[found.plateau], found.threshold[found.plateau], k)
-        counts, guarded = found.counts, found.guarded
     indices = torch.where(winners == columns, -1, winners).to(torch.int32)
     if not return_stats:
         return indices
+    if found is None:
+        candidates = (keys != INVALID).sum(dim=1, dtype=torch.int32)
+        return indices, TopKStats(
+            torch.ones_like(candidates), candidates, torch.zeros_like(candidates, dtype=torch.bool)
+        )
     # One more pass collects, or fills a plateau
-    return indices, TopKStats(counts + 1, candidates, guarded)
+    return indices, TopKStats(found.counts + 1, candidates, found.guarded)
