@@ -124,7 +124,7 @@ class SparseConfig:
             isinstance(self.kernels, Path | ModuleType)
             or (
                 isinstance(self.kernels, str)
-                and self.kernels
+                and self.kernels != ""
                 and (self.kernels in KERNEL_SOURCES or is_repo_id(self.kernels) or Path(self.kernels).is_dir())
             ),
             "kernels",

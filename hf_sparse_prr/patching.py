@@ -3,17 +3,16 @@
 import inspect
 import types
 import warnings
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
-from .cache import SparseCache
 from .config import LayerPlan, SparseConfig
+from .hooks import HOOKS, MISSING, cache_argument, class_method
 from .report import LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
 
@@ -21,20 +20,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _PROCESS_WARNINGS: set[str] = set()
-# Caches whose prompt length this generate() set, to be cleared when it ends; one list a call and thread
-_PREPARED: ContextVar[list[SparseCache] | None] = ContextVar("hf_sparse_prr_prepared", default=None)
-_MISSING = "missing"  # marks an instance attribute that wasn't there; a string, so that a pickled handle keeps it
-
-
-def cache_argument() -> str:
-    """How this transformers names the cache argument: `cache` since 5.24, `past_key_values` before."""
-    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
-
-
-def _class_method(instance: Any, name: str) -> Any:
-    """The method of the class, whatever the instance has in its place."""
-    return types.MethodType(getattr(type(instance), name), instance)
 
 
 class Binding:
@@ -73,87 +58,6 @@ class Binding:
                 "attention over a SparseCache runs under torch.no_grad() and stores detached K/V; for "
                 "gradients call the model without a SparseCache",
             )
-
-
-class GenerateHook:
-    """Takes the place of `model.generate`: accepts `cache=` on every transformers, and clears `prompt_length`."""
-
-    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
-        self.handle = handle
-        self.stock = stock
-
-    __name__ = "generate"
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return inspect.getdoc(self._stock())
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._stock())
-
-    def _stock(self) -> Any:
-        if self.stock != _MISSING:
-            return self.stock
-        return _class_method(self.handle.model, "generate")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "cache" in kwargs and cache_argument() != "cache":
-            kwargs["past_key_values"] = kwargs.pop("cache")
-        prepared: list[SparseCache] = []
-        token = _PREPARED.set(prepared)
-        try:
-            return self._stock()(*args, **kwargs)
-        finally:
-            _PREPARED.reset(token)
-            for cache in prepared:
-                cache.prompt_length = None
-
-
-class PrepareCacheHook:
-    """Takes the place of `model._prepare_cache_for_generation`: makes a SparseCache where the user gave no cache, and
-    tells it where the prompt ends."""
-
-    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
-        self.handle = handle
-        self.stock = stock
-
-    def __call__(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
-        model, name = self.handle.model, cache_argument()
-        wanted = (
-            not model.training
-            and generation_config.use_cache is not False
-            and generation_config.cache_implementation
-            in (
-                None,
-                "dynamic",
-            )
-        )
-        if model_kwargs.get(name) is None and wanted:
-            model_kwargs[name] = SparseCache(model)
-        else:
-            stock = self.stock
-            if stock == _MISSING:
-                stock = _class_method(model, "_prepare_cache_for_generation")
-            stock(generation_config, model_kwargs, mode, batch_size, max_cache_length)
-        cache = model_kwargs.get(name)
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if isinstance(cache, SparseCache) and copies > 1 and cache.tokens.batch == batch_size:
-            cache.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
-        prepared = _PREPARED.get()
-        if isinstance(cache, SparseCache) and prepared is not None:
-            mask = model_kwargs.get("attention_mask")
-            # transformers >= 5.18 drops a mask of ones and keeps its length
-            length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-            cache.prompt_length = length
-            prepared.append(cache)
-            # A step reads host numbers, so a compiled one would be compiled anew for each token
-            generation_config.disable_compile = True
-
-
-_HOOKS = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}
 
 
 class PatchHandle:
@@ -283,7 +187,7 @@ class PatchHandle:
             ours = self.model.__dict__.get(name)
             if getattr(ours, "handle", ours) is not self:
                 continue  # somebody replaced it since
-            if value == _MISSING:
+            if value == MISSING:
                 del self.model.__dict__[name]
             else:
                 self.model.__dict__[name] = value
@@ -295,9 +199,9 @@ def _set_class(module: nn.Module, cls: type) -> None:
     module.__class__ = cls
     attributes = module.__dict__
     if "_old_forward" in attributes:  # what a hooked forward calls
-        attributes["_old_forward"] = _class_method(module, "forward")
+        attributes["_old_forward"] = class_method(module, "forward")
     elif isinstance(attributes.get("forward"), types.MethodType):  # left behind by remove_hook_from_module
-        attributes["forward"] = _class_method(module, "forward")
+        attributes["forward"] = class_method(module, "forward")
 
 
 def _check_forward(module: nn.Module) -> None:
@@ -380,11 +284,11 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
         for module, plan in zip(handle.modules, handle.plans, strict=True):
             module.__dict__["binding"] = Binding(handle, plan)
             _set_class(module, family.SPARSE)
-        for name, hook in _HOOKS.items():
+        for name, hook in HOOKS.items():
             if hasattr(target, name):
-                handle.replaced[name] = target.__dict__.get(name, _MISSING)
+                handle.replaced[name] = target.__dict__.get(name, MISSING)
                 target.__dict__[name] = hook(handle, handle.replaced[name])
-        handle.replaced["sparse_prr"] = _MISSING
+        handle.replaced["sparse_prr"] = MISSING
         target.__dict__["sparse_prr"] = handle
     except BaseException:
         handle.unpatch()

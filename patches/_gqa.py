@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, record_fitting, token_at
-from hf_sparse_prr.patching import cache_argument
+from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 

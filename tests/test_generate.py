@@ -8,7 +8,7 @@ from models import SPARSE, greedy, left_pad, prompt, tiny_llama
 from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, patch_model
-from hf_sparse_prr.patching import cache_argument
+from hf_sparse_prr.hooks import cache_argument
 
 pytestmark = pytest.mark.compat
 SETTINGS = [dict(SPARSE), dict(SPARSE, speculate=True)]

@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_sparse_prr import SparseCache, patch_model
-from hf_sparse_prr.patching import cache_argument
+from hf_sparse_prr.hooks import cache_argument
 
 pytestmark = pytest.mark.compat
 PRR = dict(SPARSE, speculate=True)

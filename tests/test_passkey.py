@@ -9,7 +9,7 @@ from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.demo.loading import load_model
 from hf_sparse_prr.demo.passkey import PASSKEY, passkey_prompt
 from hf_sparse_prr.demo.smollm2 import FetchError, ensure_smollm2
-from hf_sparse_prr.patching import cache_argument
+from hf_sparse_prr.hooks import cache_argument
 
 BUDGET = 1024
 

@@ -52,7 +52,7 @@ def generate(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask about --file; the model continues it.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send --file and --prompt in the model's chat form.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 48,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 32,
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 1024,
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a block: 16, 32, 64 or 128.", show_default="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ def as_tables(console: Console, result: Comparison, texts: list[str], passkey: s
     console.print(_hit_rates(result.prr))
     for run, text in zip(result.runs, texts, strict=True):
         found = "" if passkey is None else f" [dim]({_found(text, passkey)} {passkey})[/]"
-        console.print(f"\n[bold]{run.name}[/]{found}\n  {escape(text.strip())}", highlight=False)
+        console.print(f"\n[bold]{run.name}[/]{found}\n{escape(indent(text.strip(), '  '))}", highlight=False)
     console.print(_times(result))
     verdict = "[green]identical[/]" if result.identical else "[bold red]DIFFERENT: this is a bug, please report it[/]"
     console.print(f"serial and PRR tokens: {verdict} ({len(result.prr.ids)} tokens)")

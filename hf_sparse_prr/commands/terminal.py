@@ -9,7 +9,7 @@ from types import TracebackType
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 EXIT_DIFFERENT = 1  # the runs that must agree do not
 EXIT_USAGE = 2  # an argument, a setting or an input file is wrong
@@ -45,12 +45,11 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._task: tuple[str, TaskID] | None = None
-        # Steps and their total only where the total is known: "0/?" tells nobody anything.
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -66,10 +65,11 @@ class Bar:
         self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
+        steps = "" if total is None else f"{done}/{total}"
         if self._task is None or self._task[0] != stage:
             if self._task is not None:
                 self._bars.remove_task(self._task[1])
-            self._task = stage, self._bars.add_task(stage, total=total)
+            self._task = stage, self._bars.add_task(stage, total=total, steps=steps)
             if not self._console.is_terminal:  # a log gets one line a stage in place of the bar
                 self._console.print(f"{stage} ...")
-        self._bars.update(self._task[1], completed=done, total=total)
+        self._bars.update(self._task[1], completed=done, total=total, steps=steps)

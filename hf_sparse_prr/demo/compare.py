@@ -12,7 +12,7 @@ import torch
 
 from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.demo.progress import Progress
-from hf_sparse_prr.patching import cache_argument
+from hf_sparse_prr.hooks import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

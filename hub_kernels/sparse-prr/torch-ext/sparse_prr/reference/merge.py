@@ -62,12 +62,15 @@ def repair_merge(
     Returns:
         fp32 [B, H, G, D].
     """
-    attend = dict(scale=scale, block_size=block_size)
+
+    def attend(blocks: torch.Tensor) -> Partials:
+        return block_partials(query, keys, values, valid, start, blocks, end, scale=scale, block_size=block_size)
+
     if predicted.shape[2] == 0:
-        return merge_partials(block_partials(query, keys, values, valid, start, selected, end, **attend))
+        return merge_partials(attend(selected))
     slot = slots_of(selected, predicted)
     missing = selected.masked_fill(slot >= 0, -1)
-    fresh = block_partials(query, keys, values, valid, start, missing, end, **attend)
+    fresh = attend(missing)
     row, head, rank = (slot >= 0).nonzero(as_tuple=True)
     taken = slot[row, head, rank]
     for target, source in zip(fresh, partials, strict=True):
