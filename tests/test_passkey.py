@@ -50,7 +50,7 @@ def test_the_passkey_is_found(smollm2, tokens, depth):
     assert PASSKEY in tokenizer.decode(dense)
     serial, stats = answer(model, ids, cache, 7, budget=BUDGET, speculate=False)
     assert PASSKEY in tokenizer.decode(serial)
-    assert stats["selector_calls"] == 28 * 7
+    assert stats["selector_calls"] == 28 * 6  # the last prompt token attends densely
     parallel, stats = answer(model, ids, cache, 7, budget=BUDGET, speculate=True)
     assert parallel == serial
     assert stats["hit_rate"] > 0.5
