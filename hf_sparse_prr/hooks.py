@@ -3,6 +3,7 @@
 import inspect
 import types
 from contextvars import ContextVar
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationMixin
@@ -17,8 +18,10 @@ MISSING = "missing"  # marks an instance attribute that wasn't there; a string, 
 _PREPARED: ContextVar[list[SparseCache] | None] = ContextVar("hf_sparse_prr_prepared", default=None)
 
 
+@cache
 def cache_argument() -> str:
-    """How this transformers names the cache argument: `cache` since 5.24, `past_key_values` before."""
+    """How this transformers names the cache argument: `cache` since 5.24, `past_key_values` before. Every attention
+    layer asks at every token."""
     parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return "cache" if "cache" in parameters else "past_key_values"
 
@@ -28,12 +31,21 @@ def class_method(instance: Any, name: str) -> Any:
     return types.MethodType(getattr(type(instance), name), instance)
 
 
-class GenerateHook:
-    """Takes the place of `model.generate`: accepts `cache=` on every transformers, and clears `prompt_length`."""
+class _Hook:
+    """Takes the place of the method `__name__` of a model; `replaced` is the instance attribute that was there."""
 
-    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
+    __name__: str
+
+    def __init__(self, handle: "PatchHandle", replaced: Any) -> None:
         self.handle = handle
-        self.stock = stock
+        self.replaced = replaced
+
+    def _stock(self) -> Any:
+        return class_method(self.handle.model, self.__name__) if self.replaced == MISSING else self.replaced
+
+
+class GenerateHook(_Hook):
+    """Accepts `cache=` on every transformers, and clears `prompt_length`."""
 
     __name__ = "generate"
 
@@ -45,11 +57,6 @@ class GenerateHook:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._stock())
 
-    def _stock(self) -> Any:
-        if self.stock != MISSING:
-            return self.stock
-        return class_method(self.handle.model, "generate")
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "cache" in kwargs and cache_argument() != "cache":
             kwargs["past_key_values"] = kwargs.pop("cache")
@@ -59,51 +66,38 @@ class GenerateHook:
             return self._stock()(*args, **kwargs)
         finally:
             _PREPARED.reset(token)
-            for cache in prepared:
-                cache.prompt_length = None
+            for held in prepared:
+                held.prompt_length = None
 
 
-class PrepareCacheHook:
-    """Takes the place of `model._prepare_cache_for_generation`: makes a SparseCache where the user gave no cache, and
-    tells it where the prompt ends."""
+class PrepareCacheHook(_Hook):
+    """Makes a SparseCache where the user gave no cache, and tells it where the prompt ends."""
 
-    def __init__(self, handle: "PatchHandle", stock: Any) -> None:
-        self.handle = handle
-        self.stock = stock
+    __name__ = "_prepare_cache_for_generation"
 
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         model, name = self.handle.model, cache_argument()
-        wanted = (
-            not model.training
-            and generation_config.use_cache is not False
-            and generation_config.cache_implementation
-            in (
-                None,
-                "dynamic",
-            )
-        )
+        dynamic = generation_config.cache_implementation in (None, "dynamic")
+        wanted = dynamic and generation_config.use_cache is not False and not model.training
         if model_kwargs.get(name) is None and wanted:
             model_kwargs[name] = SparseCache(model)
         else:
-            stock = self.stock
-            if stock == MISSING:
-                stock = class_method(model, "_prepare_cache_for_generation")
-            stock(generation_config, model_kwargs, mode, batch_size, max_cache_length)
-        cache = model_kwargs.get(name)
+            self._stock()(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+        given = model_kwargs.get(name)
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if isinstance(cache, SparseCache) and copies > 1 and cache.tokens.batch == batch_size:
-            cache.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
+        if isinstance(given, SparseCache) and copies > 1 and given.tokens.batch == batch_size:
+            given.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
         prepared = _PREPARED.get()
-        if isinstance(cache, SparseCache) and prepared is not None:
+        if isinstance(given, SparseCache) and prepared is not None:
             mask = model_kwargs.get("attention_mask")
             # transformers >= 5.18 drops a mask of ones and keeps its length
             length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-            cache.prompt_length = length
-            prepared.append(cache)
+            given.prompt_length = length
+            prepared.append(given)
             # A step reads host numbers, so a compiled one would be compiled anew for each token
             generation_config.disable_compile = True
 
 
-HOOKS = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}
+HOOKS: dict[str, type[_Hook]] = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}

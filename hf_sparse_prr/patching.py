@@ -290,7 +290,7 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
                 target.__dict__[name] = hook(handle, handle.replaced[name])
         handle.replaced["sparse_prr"] = MISSING
         target.__dict__["sparse_prr"] = handle
-    except BaseException:
+    except BaseException:  # all or none, also on Ctrl-C; raised again
         handle.unpatch()
         raise
     handle._fresh = True

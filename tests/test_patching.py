@@ -36,16 +36,6 @@ def is_sparse(model):
     return names == {"SparseLlamaAttention"}
 
 
-@pytest.fixture(scope="module")
-def outputs():
-    """New ids of the stock model and of the patched one. They differ, so a test can tell which one ran."""
-    stock = greedy(tiny_llama(), IDS)
-    with patch_model(tiny_llama(), **SPARSE) as handle:
-        sparse = greedy(handle.model, IDS)
-    assert not torch.equal(stock, sparse)
-    return types.SimpleNamespace(stock=stock, sparse=sparse)
-
-
 # One instance
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import types
 
 import pytest
 import torch
@@ -20,16 +19,6 @@ COPY = pytest.mark.parametrize(
 
 def is_sparse(model):
     return type(model.model.layers[0].self_attn).__name__ == "SparseLlamaAttention"
-
-
-@pytest.fixture(scope="module")
-def outputs():
-    """New ids of the stock model and of the patched one. They differ, so a test can tell which one ran."""
-    stock = greedy(tiny_llama(), IDS)
-    with patch_model(tiny_llama(), **SPARSE) as handle:
-        sparse = greedy(handle.model, IDS)
-    assert not torch.equal(stock, sparse)
-    return types.SimpleNamespace(stock=stock, sparse=sparse)
 
 
 @COPY

@@ -1,7 +1,5 @@
 """Patching before and after accelerate's hooks and PEFT's wrappers, and on the meta device."""
 
-import types
-
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
@@ -13,16 +11,6 @@ from hf_sparse_prr import SparseCache, patch_model, unpatch_model
 pytestmark = pytest.mark.compat
 IDS = prompt(100)
 CALLS = 3 * 23  # layers x decode steps of 24 new tokens, the first of which comes from the prompt
-
-
-@pytest.fixture(scope="module")
-def outputs():
-    """New ids of the stock model and of the patched one. They differ, so a test can tell which one ran."""
-    stock = greedy(tiny_llama(), IDS)
-    with patch_model(tiny_llama(), **SPARSE) as handle:
-        sparse = greedy(handle.model, IDS)
-    assert not torch.equal(stock, sparse)
-    return types.SimpleNamespace(stock=stock, sparse=sparse)
 
 
 def attention_classes(model):
