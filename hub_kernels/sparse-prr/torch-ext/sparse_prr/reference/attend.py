@@ -32,6 +32,16 @@ def shifted(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     return x - peak.masked_fill(peak == float("-inf"), 0.0)
 
 
+def _unused(query: torch.Tensor, blocks: torch.Tensor) -> Partials:
+    """The partials of slots that hold no block."""
+    _, _, group, dim = query.shape
+    return Partials(
+        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
+        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
+        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
+    )
+
+
 def block_partials(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -55,8 +65,10 @@ def block_partials(
         end: columns at or past it are not attended (the query's own column + 1).
         scale: of the logits before the softmax.  block_size: S.
     """
-    _, heads, group, dim = query.shape
+    heads, dim = query.shape[1], query.shape[3]
     columns = keys.shape[2]
+    if blocks.shape[2] == 0:  # serial decoding predicts nothing
+        return _unused(query, blocks)
     row, head, slot = (blocks >= 0).nonzero(as_tuple=True)
     tokens = (start.long()[row] + blocks[row, head, slot].long() * block_size)[:, None] + torch.arange(
         block_size, device=keys.device
@@ -80,11 +92,7 @@ def block_partials(
     parts = (fixed_sum(weights[..., None] * block_values[:, None], -2), peak, fixed_sum(weights, -1))
     if len(row) == blocks.numel():  # every slot is used: nothing to scatter (60 us of 380 on a CPU)
         return Partials(*(part.view(*blocks.shape, *part.shape[1:]) for part in parts))
-    result = Partials(
-        output=query.new_zeros((*blocks.shape, group, dim), dtype=torch.float32),
-        peak=query.new_full((*blocks.shape, group), float("-inf"), dtype=torch.float32),
-        total=query.new_zeros((*blocks.shape, group), dtype=torch.float32),
-    )
+    result = _unused(query, blocks)
     for target, part in zip(result, parts, strict=True):
         target[row, head, slot] = part
     return result
