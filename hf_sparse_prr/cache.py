@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache
 
 from .config import LayerPlan, SparseConfig, is_int
 from .predictor import Memory
-from .selectors import SELECTORS
+from .selectors import SELECTORS, Columns, Summaries
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SparseLayer(CacheLayerMixin):
         self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
         self.length = 0
-        self.summaries: tuple[torch.Tensor, ...] = ()
+        self.summaries: Summaries = ()
         self.summarised = 0  # columns that the summaries cover
         self.memory = Memory()
 
@@ -122,24 +122,26 @@ class SparseLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def summarise(self, kernels: Any, valid: torch.Tensor, start: torch.Tensor, needed: int | None = None) -> None:
-        """Bring the block summaries up to the last column, unless they reach column `needed` already.
+    def summarise(self, kernels: Any, valid: torch.Tensor, start: torch.Tensor, column: int | None = None) -> None:
+        """Bring the block summaries up to the last column, unless those that the query in `column` reads are.
 
-        Blocks are scored only when they have left the local ones, so they are due once a block and not once a token
-        (152 us a layer on a CPU).
+        Blocks are scored only when they have left the local ones, so where a selector reads no others they are due once
+        a block and not once a token (152 us a layer on a CPU).
         """
-        if needed is not None and self.summaries and self.summarised >= needed:
-            return
         selector, size = SELECTORS[self.plan.selector], self.plan.block_size
+        if column is not None and self.summaries:
+            read = column + 1 if selector.reads_local else column - (self.plan.local_blocks - 1) * size
+            if self.summarised >= read:
+                return
         blocks = -(-self.capacity // size)
         if not self.summaries:
-            self.summaries = selector.allocate(self.keys, blocks)
+            self.summaries = selector.allocate(self.keys, blocks, self.plan)
         elif self.summaries[0].shape[2] < blocks:
-            more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2])
+            more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2], self.plan)
             self.summaries = tuple(torch.cat(pair, dim=2) for pair in zip(self.summaries, more, strict=True))
-        new = self.length - self.summarised
-        if new:
-            selector.summarise(kernels, self.summaries, self.keys, valid, start, self.summarised, new, size)
+        if self.summarised < self.length:
+            columns = Columns(self.keys, valid, start, self.summarised, self.length)
+            selector.summarise(kernels, self.summaries, columns, self.plan)
             self.summarised = self.length
 
     def forget_blocks(self) -> None:
@@ -190,6 +192,17 @@ class SparseLayer(CacheLayerMixin):
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
+def layer_kinds(config: Any) -> list[str]:
+    """Of each attention layer of a transformers config: "" for full attention, else what it has instead."""
+    layers = DynamicCache(config=config).layers
+    return ["" if type(layer) is DynamicLayer else _kind(layer) for layer in layers]
+
+
+def _kind(layer: Any) -> str:
+    window = getattr(layer, "sliding_window", None)
+    return type(layer).__name__ if window is None else f"sliding window of {window} tokens"
+
+
 class SparseCache(Cache):
     """Cache of a patched model. An unpatched model given one runs stock on it.
 
@@ -203,7 +216,7 @@ class SparseCache(Cache):
         ValueError: `sparse_config` and the patched model's settings differ; max_length isn't a positive int.
     """
 
-    layers: list[SparseLayer]  # type: ignore[assignment]
+    layers: list[Any]  # SparseLayer where attention is full, else what transformers has for the layer
 
     def __init__(
         self, model_or_config: Any, *, max_length: int | None = None, sparse_config: SparseConfig | None = None
@@ -216,9 +229,15 @@ class SparseCache(Cache):
         config = getattr(model_or_config, "config", model_or_config)
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"expected a transformers model or its config, got {type(model_or_config).__name__}")
-        # Not the config's number while early-exit drafting lowers it
-        layers = config.get_text_config(decoder=True).num_hidden_layers if handle is None else len(handle.plans)
-        super().__init__(layers=[SparseLayer(max_length) for _ in range(layers)])
+        kinds = layer_kinds(config) if handle is None else handle.kinds
+        layers: list[Any] = [SparseLayer(max_length) for _ in kinds]
+        if any(kinds):  # what isn't full attention keeps the layer that transformers has for it
+            stock = DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
+            layers = [other if kind else ours for ours, other, kind in zip(layers, stock.layers, kinds, strict=True)]
+        super().__init__(layers=layers)
+        self.kinds = kinds
+        # The layer that reads masks and keeps count of columns for all: the first that sees the whole context
+        self.leader = next((index for index, kind in enumerate(kinds) if not kind), len(kinds))
         self.tokens = Tokens()
         self.sparse_config: SparseConfig | None = None
         self.decode_columns: list[int] = []  # of every decode token the cache holds
@@ -254,7 +273,7 @@ class SparseCache(Cache):
         """Take on the settings of a patched model."""
         self.check_settings(config)
         if self.sparse_config is None:
-            for layer, plan in zip(self.layers, config.plan(len(self.layers)), strict=True):
+            for layer, plan in zip(self.layers, config.plan(self.kinds), strict=True):
                 layer.plan = plan
         self.sparse_config = config
 
@@ -284,10 +303,11 @@ class SparseCache(Cache):
         layer.check(key_states, value_states)
         batch, _, count, _ = key_states.shape
         step = self._step
-        if layer_idx > 0 and step is not None and (step.begin, step.count) == (layer.length, count):
+        if layer_idx > self.leader and step is not None and (step.begin, step.count) == (layer.length, count):
             return step
-        lengths = {held.length for held in self.layers[:depth]}
-        if layer_idx > 0 or len(lengths) > 1:
+        # Layers before the leader have this forward's tokens already
+        lengths = {held.get_seq_length() - count * (i < layer_idx) for i, held in enumerate(self.layers[:depth])}
+        if layer_idx != self.leader or len(lengths) > 1:
             raise ValueError(
                 f"cache: expected layers of one length, got {sorted(lengths)} before a forward of {count} tokens in "
                 f"layer {layer_idx}; an earlier one was interrupted, call cache.reset()"
@@ -307,7 +327,7 @@ class SparseCache(Cache):
         """Append what `begin` has checked to one layer, and return the layer's K/V as `SparseLayer.update` does."""
         layer = self.layers[layer_idx]
         keys, values = layer.update(key_states, value_states)
-        if layer_idx == 0:
+        if layer_idx == self.leader:
             self.tokens.commit(step, key_states.shape[0], layer.capacity, key_states.device)
             self.decode_columns.extend(range(step.begin + step.first_decode, step.begin + step.count))
             self._step = step
@@ -317,10 +337,13 @@ class SparseCache(Cache):
             layer.forget_blocks()
         return keys, values
 
+    @_writes
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a stock forward calls: no mask is known, new columns count as valid."""
+        if self.kinds[layer_idx]:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         step = self.begin(key_states, value_states, layer_idx, None, None)
         return self.append(key_states, value_states, layer_idx, step)
 
@@ -331,7 +354,8 @@ class SparseCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected an int <= 0, the tokens to remove, got {tokens_to_remove}")
         length = max(self.tokens.length + tokens_to_remove, 0)
-        super().crop(tokens_to_remove)
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SparseLayer)):
+            layer.crop(tokens_to_remove)  # those that may refuse first
         self.tokens.crop(length)
         held = [column for column in self.decode_columns if column < length]
         if self.statistics is not None and len(held) < len(self.decode_columns):

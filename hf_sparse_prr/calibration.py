@@ -13,7 +13,7 @@ from .blocks import top_blocks
 from .cache import SparseLayer
 from .config import DEFAULT_EMA
 from .predictor import MIN_QUERIES, Prior
-from .selectors import SELECTORS
+from .selectors import SELECTORS, Scope
 
 # Ties go to the first: the default leads, then the grid in the order alpha, beta, gamma
 GRID = (
@@ -29,7 +29,7 @@ GRID = (
 
 
 def prompt_scores(
-    layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType
+    layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float
 ) -> list[torch.Tensor]:
     """fp32 [B, H, N] for each remembered prompt query; NaN for blocks it wouldn't have selected from, and for rows in
     which it is padding."""
@@ -40,7 +40,8 @@ def prompt_scores(
         selectable = (column - start) // plan.block_size - plan.local_blocks + 1
         last = torch.where(valid[:, column], selectable, 0)
         query = memory.queries[:, :, :, index]
-        scores.append(SELECTORS[plan.selector].scores(kernels, query, layer.summaries, plan.sink_blocks, last))
+        scope = Scope(plan.sink_blocks, last, column + 1 - start, scale)
+        scores.append(SELECTORS[plan.selector].scores(kernels, query, layer.summaries, scope, plan))
     return scores
 
 
@@ -55,11 +56,11 @@ def hit_weights(
     return torch.where(total > 0, hit / total, 0.0).sum(dim=1), (total > 0).sum(dim=1)
 
 
-def calibrate(layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType) -> None:
+def calibrate(layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float) -> None:
     """Choose the coefficients of each batch row and start its EMA. Rows with fewer than 8 remembered queries keep the
     default and an empty prior."""
     plan, memory = layer.plan, layer.memory
-    scores = prompt_scores(layer, valid, start, kernels)
+    scores = prompt_scores(layer, valid, start, kernels, scale)
     batch, heads, blocks = scores[0].shape
     candidates = torch.tensor(GRID, dtype=torch.float32, device=valid.device)
     ema = candidates.repeat_interleave(batch, dim=0)  # [C * B, 3], candidate-major

@@ -4,15 +4,16 @@ import dataclasses
 import math
 import numbers
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from .kernel_loader import is_repo_id
+from .selectors import SELECTORS
 
 BLOCK_SIZES = (16, 32, 64, 128)
-SELECTORS = ("auto", "quest")
 SEMANTICS = ("exact", "superset")
 HINTS = ("predicted", "previous", "rope", "none")
 KERNEL_SOURCES = ("auto", "hub", "reference")
@@ -48,10 +49,11 @@ class SparseConfig:
     """Settings of sparse decoding. Every field is checked: ValueError("field: expected .., got ..").
 
     Attributes:
-        selector: how blocks are scored. "auto" is "quest" (min/max bound of each block's keys).
+        selector: how blocks are scored. "quest": a bound from the minimum and maximum of a block's keys. "infllm_v2":
+            attention weights on means of 32 keys. "auto" is "quest".
         budget: tokens attended per KV head and step, forced blocks included; rounded down to whole blocks. At least
             one block more than the forced ones. None: dense.
-        block_size: tokens in a block; "auto" is 32, Quest's bound loosens as blocks grow.
+        block_size: tokens in a block; "auto" is 32 for quest, whose bound loosens as blocks grow, and 64 for infllm_v2.
         sink_blocks, local_blocks: first and last blocks, always attended and never predicted. The open (last) block
             is the first of the local ones.
         dense_layers: the first n layers stay dense; "auto" is min(2, layers - 1).
@@ -67,6 +69,9 @@ class SparseConfig:
             kernel repo, or a module that you loaded.
         strict: raise where the library would otherwise run something else than asked for.
         trace: keep predicted, selected and missed blocks of every step.
+        dense_length: a batch row of fewer tokens stays dense even above its budget (InfLLM-v2's dense_len).
+        group: how the scores of the query heads of a KV head combine, "sum" or, for quest, "max".
+        sparse_prefill: prompt tokens select as well, each for itself as if decoded, once their row outgrew its budget.
     """
 
     selector: str = "auto"
@@ -83,11 +88,12 @@ class SparseConfig:
     kernels: str | Path | ModuleType = "auto"
     strict: bool = False
     trace: bool = False
+    dense_length: int = 0
+    group: str = "sum"
+    sparse_prefill: bool = False
 
     def __post_init__(self) -> None:
-        for field, choices in (("selector", SELECTORS), ("semantics", SEMANTICS), ("hint", HINTS)):
-            value = getattr(self, field)
-            _expect(value in choices, field, _choices(choices), value)
+        self._check_choices()
         _expect(
             self.block_size == "auto" or (is_int(self.block_size) and self.block_size in BLOCK_SIZES),
             "block_size",
@@ -102,6 +108,7 @@ class SparseConfig:
             "'auto' or an int >= 0",
             self.dense_layers,
         )
+        _expect(is_int(self.dense_length) and self.dense_length >= 0, "dense_length", "an int >= 0", self.dense_length)
         _expect(
             isinstance(self.speculate, bool) or self.speculate == "auto",
             "speculate",
@@ -116,7 +123,7 @@ class SparseConfig:
         )
         self._check_ema()
         self._check_budget()
-        for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers"):
+        for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers", "dense_length"):
             value = getattr(self, field)
             if is_int(value):  # also numpy's
                 object.__setattr__(self, field, int(value))
@@ -131,8 +138,15 @@ class SparseConfig:
             f"{_choices(KERNEL_SOURCES)}, a repo id, the path of a folder, or a module",
             self.kernels,
         )
-        for field in ("strict", "trace"):
+        for field in ("sparse_prefill", "strict", "trace"):
             _expect(isinstance(getattr(self, field), bool), field, "a bool", getattr(self, field))
+
+    def _check_choices(self) -> None:
+        for field, choices in (("selector", ("auto", *SELECTORS)), ("semantics", SEMANTICS), ("hint", HINTS)):
+            value = getattr(self, field)
+            _expect(isinstance(value, str) and value in choices, field, _choices(choices), value)
+        groups = SELECTORS[self.resolved_selector].groups
+        _expect(self.group in groups, "group", f"{_choices(groups)} for selector {self.selector!r}", self.group)
 
     def _check_ema(self) -> None:
         ema = self.ema
@@ -164,7 +178,12 @@ class SparseConfig:
     @property
     def tokens_per_block(self) -> int:
         """block_size with "auto" resolved."""
-        return 32 if self.block_size == "auto" else self.block_size
+        return SELECTORS[self.resolved_selector].block_size if self.block_size == "auto" else self.block_size
+
+    @property
+    def resolved_selector(self) -> str:
+        """selector with "auto" resolved."""
+        return "quest" if self.selector == "auto" else self.selector
 
     @property
     def forced_blocks(self) -> int:
@@ -197,43 +216,61 @@ class SparseConfig:
             state["kernels"] = import_module(state["kernels"][1])
         self.__dict__.update(state)
 
-    def plan(self, layers: int) -> list["LayerPlan"]:
-        """What each of `layers` attention layers does. ValueError where `dense_layers` exceeds them."""
+    def plan(self, kinds: Sequence[str]) -> list["LayerPlan"]:
+        """What each attention layer does. ValueError where `dense_layers` exceeds them.
+
+        kinds: of each layer, "" for full attention, else what it has instead, which stays dense.
+        """
+        layers = len(kinds)
         dense = min(2, layers - 1) if self.dense_layers == "auto" else self.dense_layers
         _expect(dense <= layers, "dense_layers", f"at most {layers}, the model's layers", dense)
+        sparse = LayerPlan.dense("budget=None") if self.budget is None else self._sparse(self.budget)
+        leading = LayerPlan.dense(f"dense_layers={self.dense_layers!r}: the first {dense} stay dense")
         if self.budget is None:
-            return [LayerPlan.dense("budget=None") for _ in range(layers)]
-        blocks = min(self.budget // self.tokens_per_block, _MANY)
+            leading = sparse
+        return [
+            LayerPlan.dense(kind)._replace(full=False) if kind else leading if index < dense else sparse
+            for index, kind in enumerate(kinds)
+        ]
+
+    def _sparse(self, budget: int) -> "LayerPlan":
+        blocks = min(budget // self.tokens_per_block, _MANY)
         free = blocks - self.forced_blocks
         ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
-        sparse = LayerPlan(
+        return LayerPlan(
             status="sparse",
             reason="",
-            selector="quest",
+            selector=self.resolved_selector,
             block_size=self.tokens_per_block,
             blocks=blocks,
             sink_blocks=self.sink_blocks,
             local_blocks=self.local_blocks,
+            dense_length=self.dense_length,
+            group=self.group,
+            sparse_prefill=self.sparse_prefill,
             predicted_blocks=math.floor(min(ratio * free, _MANY)) if self.speculate is True else 0,
             ema=None if self.ema == "calibrate" else self.ema,
             superset=self.semantics == "superset",
             hint=self.hint,
         )
-        reason = f"dense_layers={self.dense_layers!r}: the first {dense} stay dense"
-        return [LayerPlan.dense(reason) if index < dense else sparse for index in range(layers)]
 
 
 class LayerPlan(NamedTuple):
-    """The settings of one layer, resolved. `predicted_blocks` is 0 where nothing is predicted, and may exceed the
-    blocks there are; `ema` is None where it is calibrated."""
+    """The settings of one layer, resolved. `full` is False where the layer has another attention than over the whole
+    context; `predicted_blocks` is 0 where nothing is predicted, and may exceed the blocks there are; `ema` is None
+    where it is calibrated."""
 
     status: str
     reason: str
+    full: bool = True
     selector: str = ""
     block_size: int = 0
     blocks: int = 0
     sink_blocks: int = 0
     local_blocks: int = 0
+    dense_length: int = 0
+    group: str = "sum"
+    sparse_prefill: bool = False
     predicted_blocks: int = 0
     ema: tuple[float, float, float] | None = None
     superset: bool = False
@@ -247,6 +284,18 @@ class LayerPlan(NamedTuple):
     def calibrates(self) -> bool:
         """Whether the layer keeps prompt queries to choose its EMA from."""
         return self.predicted_blocks > 0 and self.ema is None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What differs from the usual among the settings that are rarely used."""
+        usual = LayerPlan.dense("")
+        names = ("dense_length", "group", "sparse_prefill")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+
+    @property
+    def fits(self) -> int:
+        """Tokens up to which a batch row attends densely."""
+        return max(self.blocks * self.block_size, self.dense_length - 1)
 
     @property
     def free_blocks(self) -> int:

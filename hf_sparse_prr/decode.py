@@ -11,7 +11,7 @@ from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .predictor import Prior
 from .report import Statistics, TraceEntry
-from .selectors import SELECTORS
+from .selectors import SELECTORS, Scope
 from .tokens import Tokens
 
 _WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be endless
@@ -21,7 +21,7 @@ class Token(NamedTuple):
     """A query token as every layer of the same plan sees it.
 
     column, step: its own column and decode step.  valid: bool [B, T].  start: [B].
-    selects: bool [B], the rows that are longer than their budget.  last: [B], blocks at or past it aren't scored.
+    selects: bool [B], the rows that no longer fit.  last: [B], blocks at or past it aren't scored.
     forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
     rope: int32 [B, 1, K], the blocks RoPE favours, where they are the hint.
     """
@@ -45,11 +45,11 @@ def token_at(
     inv_freq: torch.Tensor | None = None,
 ) -> Token:
     """The query token in `column`, worked out by the first layer that asks and shared by the others."""
-    key = (column, plan.block_size, plan.blocks, plan.sink_blocks, plan.local_blocks, device)
+    key = (column, plan.block_size, plan.fits, plan.sink_blocks, plan.local_blocks, device)
     if key not in tokens.shared:
         valid, start = tokens.on(device)
         size = plan.block_size
-        selects = column + 1 - start > plan.blocks * size
+        selects = column + 1 - start > plan.fits
         newest = (column - start) // size
         local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=device)
         sinks = torch.arange(plan.sink_blocks, device=device).expand(newest.shape[0], -1)
@@ -75,11 +75,17 @@ class Selection(NamedTuple):
 
 
 def select(
-    layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, hint: torch.Tensor | None
+    layer: SparseLayer,
+    query: torch.Tensor,
+    token: Token,
+    kernels: ModuleType,
+    scale: float,
+    hint: torch.Tensor | None = None,
 ) -> Selection:
     """The blocks that `query` [B, H, G, D] attends to: forced ones and the best of the rest."""
     plan = layer.plan
-    scores = SELECTORS[plan.selector].scores(kernels, query, layer.summaries, plan.sink_blocks, token.last)
+    scope = Scope(plan.sink_blocks, token.last, token.column + 1 - token.start, scale)
+    scores = SELECTORS[plan.selector].scores(kernels, query, layer.summaries, scope, plan)
     free = top_blocks(kernels, scores, plan.free_blocks, hint)
     forced = token.forced.expand(-1, query.shape[1], -1)
     return Selection(free, ascending(torch.cat([forced, free], dim=-1)), scores)
@@ -114,7 +120,7 @@ def decode_token(
     """
     plan = layer.plan
     if layer.memory.uncalibrated:
-        calibrate(layer, token.valid, token.start, kernels)
+        calibrate(layer, token.valid, token.start, kernels, scale)
     prior = layer.memory.prior
     batch, heads = query.shape[:2]
     ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, query.device)
@@ -132,7 +138,7 @@ def decode_token(
     hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)
     if plan.hint in ("predicted", "previous") and prior is not None:
         hint = predicted if plan.hint == "predicted" and plan.predicted_blocks else prior.winners
-    selection = select(layer, query, token, kernels, hint)
+    selection = select(layer, query, token, kernels, scale, hint)
     attended = selection.selected
     if plan.superset:
         extra = predicted.masked_fill(kernels.slots_of(predicted, attended) >= 0, -1)
@@ -152,6 +158,16 @@ def decode_token(
             state = prior.ema_state(importance.shape[2])
         layer.memory.advance(token.column, Prior(selection.free, *kernels.ema_update(*state, importance, ema)))
     return output, attended
+
+
+def prefill_token(
+    layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse attention of one prompt token: as `decode_token`, but nothing is predicted, remembered or counted."""
+    data = (query, layer.keys, layer.values, token.valid, token.start)
+    blocks = select(layer, query, token, kernels, scale).selected
+    partials = kernels.block_partials(*data, blocks, token.column + 1, scale=scale, block_size=layer.plan.block_size)
+    return kernels.merge_partials(partials), blocks
 
 
 def attention_weights(
@@ -209,5 +225,8 @@ def count(
     hits, guesses = hit.sum(), (predicted >= 0).sum()
     weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()
     counts = torch.stack([attended + guesses - hits, scored, hits, chosen.sum(), guesses])
-    statistics.add(layer_idx, counts, torch.stack([(weight * hit).sum(), weight.sum()]))
+    # The paper's H (section 4.2): the share of a selection's score that was predicted, all selections counting alike
+    total = weight.sum(dim=2)
+    shares = torch.where(total > 0, (weight * hit).sum(dim=2) / total, 0.0)
+    statistics.add(layer_idx, counts, torch.stack([shares.sum(), (total > 0).sum().double()]))
     return ascending(free.masked_fill(hit, -1))

@@ -21,9 +21,12 @@ VERSION = 1
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OPS = (
     "block_partials",
+    "compress_keys",
     "ema_predict",
     "ema_update",
     "gvr_topk",
+    "infllm_scores",
+    "merge_partials",
     "normalise",
     "quest_scores",
     "repair_merge",

@@ -3,7 +3,7 @@
 import inspect
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -11,13 +11,11 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
+from .cache import layer_kinds
 from .config import LayerPlan, SparseConfig
 from .hooks import HOOKS, MISSING, cache_argument, class_method
 from .report import LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _PROCESS_WARNINGS: set[str] = set()
 
@@ -39,8 +37,8 @@ class Binding:
             return
         would_be_sparse = True  # a paged cache tells no length
         if isinstance(cache, Cache):
-            seen, budget = int(cache.get_seq_length()), plan.blocks * plan.block_size
-            would_be_sparse = seen > 0 and seen + count > budget and longest_row(mask, seen + count) > budget
+            seen = int(cache.get_seq_length())
+            would_be_sparse = seen > 0 and seen + count > plan.fits and longest_row(mask, seen + count) > plan.fits
         if would_be_sparse:
             self.handle.fall_back(
                 f"foreign {name}",
@@ -49,7 +47,8 @@ class Binding:
             )
 
     def check_step(self, step: Step, grad: bool) -> None:
-        """Layer 0, before its write: masks that force a dense call, gradients that won't be there."""
+        """The first layer of full attention, before its write: masks that force a dense call, gradients that won't
+        be there."""
         if step.dense_reason is not None and self.handle.sparse_plan is not None:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:
@@ -74,7 +73,8 @@ class PatchHandle:
         self.config = config
         self.modules = modules
         self.stock = stock
-        self.plans = config.plan(len(modules))
+        self.kinds = layer_kinds(model.config)
+        self.plans = config.plan(self.kinds)
         self.classes = [type(module).__name__ for module in modules]
         self.replaced: dict[str, Any] = {}
         self._start()
@@ -89,7 +89,7 @@ class PatchHandle:
         self._fresh = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("model", "config", "modules", "stock", "plans", "classes", "replaced")
+        kept = ("model", "config", "modules", "stock", "kinds", "plans", "classes", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,6 +144,7 @@ class PatchHandle:
                     "block_size": plan.block_size,
                     "sink_blocks": plan.sink_blocks,
                     "local_blocks": plan.local_blocks,
+                    **plan.options,
                     "speculate": plan.predicted_blocks > 0,
                     "predicted_blocks": plan.predicted_blocks,
                     "semantics": "superset" if plan.superset else "exact",
@@ -160,7 +161,8 @@ class PatchHandle:
     def stats(self) -> dict[str, Any]:
         """Counts and rates since patching or `reset_stats()`, as host numbers; rates exclude forced blocks.
 
-        steps, selector_calls (layers x steps), hit_rate = |P n A| / |A|, hit_rate_weighted (by normalised score),
+        steps, selector_calls (layers x steps), hit_rate = |P n A| / |A|, hit_rate_weighted (the share of a
+        selection's normalised score that was predicted, the mean over tokens, layers and KV heads),
         extra_rate = |P - A| / |P|, repaired_blocks, bytes_read (K/V and summaries), ema, and layers: the same of each.
         Rates are None if nothing was ever predicted. Counters count work done, also for drafts that were rejected;
         the trace follows the cache and forgets them.
@@ -216,13 +218,13 @@ def _check_forward(module: nn.Module) -> None:
         )
 
 
-def _attention_modules(model: PreTrainedModel, family: "ModuleType") -> list[nn.Module]:
+def _attention_modules(model: PreTrainedModel, stock: type[nn.Module]) -> list[Any]:
     """The modules to patch, in layer order; ValueError unless there is one for each layer, all of them as we know."""
-    modules = [module for module in model.modules() if isinstance(module, family.ATTENTION)]
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, stock)]
     for module in modules:
         _check_forward(module)
-        if type(module) is not family.ATTENTION:
-            raise ValueError(f"expected {family.ATTENTION.__name__} modules, got {type(module).__name__}")
+        if type(module) is not stock:
+            raise ValueError(f"expected {stock.__name__} modules, got {type(module).__name__}")
         forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
         if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(f"expected no instance forward on {type(module).__name__}, got {forward!r}; undo it first")
@@ -278,12 +280,12 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
             )
         held._fresh = False
         return held
-    family = patches.family(target.config.model_type)
-    handle = PatchHandle(target, config, _attention_modules(target, family), family.ATTENTION)
+    sparse = patches.family(target.config.model_type)
+    handle = PatchHandle(target, config, _attention_modules(target, sparse.stock), sparse.stock)
     try:
         for module, plan in zip(handle.modules, handle.plans, strict=True):
             module.__dict__["binding"] = Binding(handle, plan)
-            _set_class(module, family.SPARSE)
+            _set_class(module, sparse)
         for name, hook in HOOKS.items():
             if hasattr(target, name):
                 handle.replaced[name] = target.__dict__.get(name, MISSING)

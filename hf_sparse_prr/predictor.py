@@ -38,7 +38,7 @@ class Memory:
     def __init__(self) -> None:
         self.prior: Prior | None = None
         self.ema: torch.Tensor | None = None  # fp32 [B, 3]: alpha, beta, gamma
-        self.queries: torch.Tensor | None = None  # [B, H, G, W, D] of the columns below
+        self.queries: torch.Tensor | None = None  # [B, H, G, Q, D] of the columns below
         self.columns: list[int] = []
         self.uncalibrated = False
         self._before: dict[int, Prior | None] = {}  # by the column of a token of the last forward
@@ -51,7 +51,7 @@ class Memory:
         return self.ema
 
     def remember(self, queries: torch.Tensor, begin: int) -> None:
-        """Keep the last prompt queries, [B, H, G, W, D] of the columns from `begin` on: the same ones however the
+        """Keep the last prompt queries, [B, H, G, Q, D] of the columns from `begin` on: the same ones however the
         prompt was chunked."""
         kept = queries[:, :, :, -QUERIES:]
         end = begin + queries.shape[3]

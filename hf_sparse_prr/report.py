@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernel_loader import Kernels
 
 _COUNTS = ("blocks_read", "summaries_read", "hits", "selected", "predicted")
-_WEIGHTS = ("hit_weight", "selected_weight")
+_SHARES = ("hit_shares", "selections")
 
 
 class TraceEntry(NamedTuple):
@@ -42,7 +42,7 @@ class Statistics:
         self._weights: list[torch.Tensor | None] = [None] * layers
 
     def add(self, layer: int, counts: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """Add to a layer's counters: int64, the first of `_COUNTS`, and float64, all of `_WEIGHTS`."""
+        """Add to a layer's counters: int64, the first of `_COUNTS`, and float64, all of `_SHARES`."""
         for held, new in ((self._counts, counts), (self._weights, weights)):
             old = held[layer]
             if new is not None:
@@ -54,8 +54,8 @@ class Statistics:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Host numbers of one layer."""
-        values: dict[str, Any] = dict.fromkeys((*_COUNTS, *_WEIGHTS), 0)
-        for names, held in ((_COUNTS, self._counts[index]), (_WEIGHTS, self._weights[index])):
+        values: dict[str, Any] = dict.fromkeys((*_COUNTS, *_SHARES), 0)
+        for names, held in ((_COUNTS, self._counts[index]), (_SHARES, self._weights[index])):
             if held is not None:
                 values.update(zip(names, held.tolist(), strict=False))
         return {
@@ -74,9 +74,7 @@ def _summary(counts: dict[str, Any]) -> dict[str, Any]:
         "steps": counts["steps"],
         "selector_calls": counts["selector_calls"],
         "hit_rate": counts["hits"] / counts["selected"] if asked and counts["selected"] else None,
-        "hit_rate_weighted": (
-            counts["hit_weight"] / counts["selected_weight"] if asked and counts["selected_weight"] else None
-        ),
+        "hit_rate_weighted": (counts["hit_shares"] / counts["selections"] if asked and counts["selections"] else None),
         "extra_rate": (predicted - counts["hits"]) / predicted if asked else None,
         "repaired_blocks": counts["selected"] - counts["hits"] if asked else 0,
         "bytes_read": counts["bytes_read"],

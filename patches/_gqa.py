@@ -1,14 +1,14 @@
 """The forward that every grouped-query family shares: append, stock attention where it applies, sparse where rows
 outgrow their budget."""
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
-from hf_sparse_prr.decode import attention_weights, decode_token, record_fitting, token_at
+from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
         """What a stock attention class has."""
 
         config: Any
-        layer_idx: int
+        layer_idx: Any
+        head_dim: int
         scaling: float
+        q_norm: Any
+        k_norm: Any
+        q_proj: Any
+        k_proj: Any
+        v_proj: Any
         o_proj: Any
 
 else:
@@ -31,13 +37,27 @@ else:
 class SparseGQA(_Attention):
     """Mixed in before a stock attention class. `binding` is set when an instance is patched.
 
-    A family gives `project` (hidden states -> post-RoPE query [B, H*G, Q, D], key, value [B, H, Q, D], with the
-    modules of the stock class) and `eager_attention`, the attention function of its modeling file.
+    A family gives `stock`, the class it stands in for, and `modeling`, its modeling file, whose RoPE and eager
+    attention are used.
     """
 
     binding: "Binding"
-    eager_attention: Callable[..., Any]
-    project: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    stock: type[torch.nn.Module]
+    modeling: ModuleType
+
+    def project(
+        self, hidden_states: torch.Tensor, position_embeddings: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Post-RoPE query [B, H*G, Q, D], key and value [B, H, Q, D], by the modules of the stock class."""
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(heads)
+        key = self.k_proj(hidden_states).view(heads)
+        value = self.v_proj(hidden_states).view(heads)
+        if hasattr(self, "q_norm"):  # Qwen3, and GLM-4-MoE where its config says so
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = self.modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
+        return query, key, value
 
     def forward(
         self,
@@ -75,12 +95,15 @@ class SparseGQA(_Attention):
                 f"{self.config._attn_implementation!r}, which has none to return; call "
                 "model.set_attn_implementation('eager')"
             )
+        if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
+            with torch.inference_mode(False), torch.no_grad():
+                return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         grad = torch.is_grad_enabled()
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
         with torch.inference_mode(False), torch.no_grad():
             query, key, value = self.project(hidden_states, position_embeddings)
             step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
-            if self.layer_idx == 0:
+            if self.layer_idx == cache.leader:
                 self.binding.check_step(step, grad)
             keys, values = cache.append(key, value, self.layer_idx, step, config)
             keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
@@ -125,55 +148,63 @@ class SparseGQA(_Attention):
         """[B, Q, H*G, D]. Stock runs once where any row of any token needs it; tokens that select are overwritten."""
         plan, heads = self.binding.plan, keys.shape[1]
         sparse = plan.status == "sparse" and step.dense_reason is None
-        decoding = range(step.begin + step.first_decode, step.begin + step.count) if sparse else range(0)
+        first = step.begin + (0 if plan.sparse_prefill else step.first_decode)
+        selecting = range(first, step.begin + step.count) if sparse else range(0)
         statistics = self.binding.handle.recorder.statistics_of(cache)
-        if self.layer_idx == 0:
+        if self.layer_idx == cache.leader:
             statistics.steps += step.count - step.first_decode
         weights: torch.Tensor | None = None
-        all_sparse = decoding and cache.tokens.all_longer(decoding[0], plan.blocks * plan.block_size)
-        if all_sparse and step.first_decode == 0 and not wants_weights:
+        all_sparse = len(selecting) == step.count and cache.tokens.all_longer(step.begin, plan.fits)
+        if all_sparse and not wants_weights:
             output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[3]))
         else:
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, self.modeling.eager_attention_forward
+            )
+            if hasattr(self, "sliding_window"):  # what Qwen's classes hand on; None in a layer of full attention
+                kwargs["sliding_window"] = self.sliding_window
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
         if sparse and plan.calibrates and step.first_decode:
             prompt = query[:, :, : step.first_decode].unflatten(1, (heads, -1))
             cache.layers[self.layer_idx].memory.remember(prompt, step.begin)
-        for column in decoding:
+        for column in selecting:
             grouped = query[:, :, column - step.begin].unflatten(1, (heads, -1))
-            self._decode(grouped, keys, column, cache, statistics, output, weights)
+            is_prompt = column < step.begin + step.first_decode
+            self._select(grouped, keys, column, is_prompt, cache, statistics, output, weights)
         return output, weights
 
-    def _decode(
+    def _select(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         column: int,
+        is_prompt: bool,
         cache: SparseCache,
         statistics: Statistics,
         output: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> None:
         """Overwrite `output` [B, Q, H*G, D], and `weights` [B, H*G, Q, T] where there are any, of the token in `column`
-        in the rows that are longer than their budget. query: [B, H, G, D]."""
+        in the rows that no longer fit. query: [B, H, G, D]."""
         plan, handle = self.binding.plan, self.binding.handle
         tokens, layer = cache.tokens, cache.layers[self.layer_idx]
-        budget = plan.blocks * plan.block_size
         at = column - tokens.length  # from the end: a forward's decode tokens are its last ones
         decode_step = len(cache.decode_columns) + at
-        if not tokens.any_longer(column, budget):
-            if handle.config.trace:
+        if not tokens.any_longer(column, plan.fits):
+            if handle.config.trace and not is_prompt:
                 record_fitting(statistics, self.layer_idx, plan, query, decode_step)
             return
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)
-        # What is scored lies before the local blocks, whatever the row's grid
-        layer.summarise(kernels, token.valid, token.start, column - (plan.local_blocks - 1) * plan.block_size)
-        attended, blocks = decode_token(
-            layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace
-        )
+        layer.summarise(kernels, token.valid, token.start, column)
+        if is_prompt:
+            attended, blocks = prefill_token(layer, query, token, kernels, self.scaling)
+        else:
+            attended, blocks = decode_token(
+                layer, self.layer_idx, query, token, kernels, self.scaling, statistics, handle.config.trace
+            )
         selects = token.selects[:, None, None]
         output[:, at] = torch.where(selects, attended.flatten(1, 2).to(output.dtype), output[:, at])
         if weights is not None:

@@ -80,7 +80,7 @@ def test_choice_and_state_equal_plain_loops():
             layer.plan = plan
             layer.summarise(handle.kernels.module, cache.tokens.valid, cache.tokens.start)
         scored = [
-            prompt_scores(layer, cache.tokens.valid, cache.tokens.start, handle.kernels.module)
+            prompt_scores(layer, cache.tokens.valid, cache.tokens.start, handle.kernels.module, 8**-0.5)
             for layer in cache.layers
         ]
         decode_one(model, cache, mask)

@@ -59,13 +59,23 @@ BAD = [
     ("hint", True),
     ("kernels", "no/such/folder"),
     ("kernels", None),
+    ("dense_length", -1),
+    ("dense_length", 8192.0),
+    ("dense_length", None),
+    ("group", "mean"),
+    ("group", None),
+    ("sparse_prefill", 1),
     ("strict", 1),
     ("strict", "yes"),
     ("trace", None),
 ]
 GOOD = [
+    ("selector", "infllm_v2"),
     ("budget", None),
     ("budget", 128),
+    ("dense_length", 8192),
+    ("group", "max"),
+    ("sparse_prefill", True),
     ("block_size", 128),
     ("sink_blocks", 0),
     ("local_blocks", 1),
@@ -99,6 +109,9 @@ def test_defaults_are_those_of_the_contract():
         "kernels": "auto",
         "strict": False,
         "trace": False,
+        "dense_length": 0,
+        "group": "sum",
+        "sparse_prefill": False,
     }
 
 
@@ -119,11 +132,38 @@ def test_a_good_value_is_kept(field, value):
     assert getattr(SparseConfig(**{field: value}), field) == value
 
 
+def test_infllm_v2_sums_over_the_group():
+    with pytest.raises(ValueError, match="group: expected one of 'sum' for selector 'infllm_v2', got 'max'"):
+        SparseConfig(selector="infllm_v2", group="max")
+
+
+def test_each_selector_has_its_block_size():
+    assert SparseConfig(selector="infllm_v2").plan([""] * 3)[2].block_size == 64
+    assert SparseConfig().plan([""] * 3)[2].block_size == 32
+
+
+def test_what_is_not_full_attention_stays_dense_and_says_why():
+    plans = SparseConfig(dense_layers=1).plan(["a window", "", "a window", ""])
+    assert [plan.status for plan in plans] == ["dense", "sparse", "dense", "sparse"]
+    assert [plan.reason for plan in plans] == ["a window", "", "a window", ""]
+    assert [plan.full for plan in plans] == [False, True, False, True]
+
+
+def test_a_row_fits_up_to_its_budget_or_the_dense_length():
+    def fits(**settings):
+        return SparseConfig(budget=200, block_size=64, local_blocks=1, dense_layers=0, **settings).plan([""])[0].fits
+
+    assert [fits(), fits(dense_length=193), fits(dense_length=1000)] == [192, 192, 999]
+
+
 def test_a_folder_is_a_source_of_kernels(tmp_path):
     assert SparseConfig(kernels=str(tmp_path)).kernels == str(tmp_path)
 
 
-@pytest.mark.parametrize(("field", "choice"), [("selector", "quest"), ("semantics", "superset"), ("hint", "previous")])
+@pytest.mark.parametrize(
+    ("field", "choice"),
+    [("selector", "quest"), ("selector", "infllm_v2"), ("semantics", "superset"), ("hint", "previous")],
+)
 def test_an_unknown_choice_lists_the_known_ones(field, choice):
     with pytest.raises(ValueError, match=f"one of .*'{choice}'"):
         SparseConfig(**{field: "unknown"})
@@ -133,7 +173,7 @@ def test_an_unknown_choice_lists_the_known_ones(field, choice):
 def test_the_budget_holds_at_least_one_block_more_than_the_forced_ones(block_size, sink, local):
     least = (sink + local + 1) * block_size
     settings = {"block_size": block_size, "sink_blocks": sink, "local_blocks": local}
-    assert SparseConfig(budget=least, **settings).plan(1)[0].free_blocks == 1
+    assert SparseConfig(budget=least, **settings).plan([""])[0].free_blocks == 1
     with pytest.raises(ValueError, match=f"budget: expected None or an int >= {least} "):
         SparseConfig(budget=least - 1, **settings)
 
@@ -173,24 +213,24 @@ def test_replace_checks_the_new_values():
     [("auto", 1, 0), ("auto", 2, 1), ("auto", 3, 2), ("auto", 9, 2), (0, 3, 0), (3, 3, 3)],
 )
 def test_plan_keeps_the_first_layers_dense(dense_layers, layers, dense):
-    plans = SparseConfig(dense_layers=dense_layers).plan(layers)
+    plans = SparseConfig(dense_layers=dense_layers).plan([""] * layers)
     assert [plan.status for plan in plans] == ["dense"] * dense + ["sparse"] * (layers - dense)
     assert all("dense_layers" in plan.reason for plan in plans[:dense])
 
 
 def test_plan_refuses_more_dense_layers_than_there_are():
     with pytest.raises(ValueError, match="dense_layers: expected at most 3, the model's layers, got 4"):
-        SparseConfig(dense_layers=4).plan(3)
+        SparseConfig(dense_layers=4).plan([""] * 3)
 
 
 def test_plan_without_a_budget_is_dense():
-    plans = SparseConfig(budget=None, dense_layers=0).plan(3)
+    plans = SparseConfig(budget=None, dense_layers=0).plan([""] * 3)
     assert [(plan.status, plan.reason) for plan in plans] == [("dense", "budget=None")] * 3
 
 
 @pytest.mark.parametrize(("block_size", "tokens", "blocks"), [("auto", 32, 6), (16, 16, 12), (64, 64, 3)])
 def test_plan_rounds_the_budget_down_to_whole_blocks(block_size, tokens, blocks):
-    plan = SparseConfig(budget=200, block_size=block_size, local_blocks=1, dense_layers=0).plan(1)[0]
+    plan = SparseConfig(budget=200, block_size=block_size, local_blocks=1, dense_layers=0).plan([""])[0]
     assert (plan.selector, plan.block_size, plan.blocks) == ("quest", tokens, blocks)
 
 
@@ -199,11 +239,11 @@ def test_plan_rounds_the_budget_down_to_whole_blocks(block_size, tokens, blocks)
     [(True, "profile", 5), (True, 0.5, 2), (True, 3.0, 15), (True, 0.1, 0), (False, 3.0, 0), ("auto", 3.0, 0)],
 )
 def test_plan_predicts_a_share_of_the_blocks_chosen_by_score(speculate, ratio, predicted):
-    plan = SparseConfig(budget=128, block_size=16, speculate=speculate, spec_ratio=ratio, dense_layers=0).plan(1)[0]
+    plan = SparseConfig(budget=128, block_size=16, speculate=speculate, spec_ratio=ratio, dense_layers=0).plan([""])[0]
     assert (plan.free_blocks, plan.predicted_blocks) == (5, predicted)
 
 
 def test_plan_turns_the_integers_of_numpy_into_plain_ones():
     """Block counts become the k of gvr_topk, which takes an int."""
-    plan = SparseConfig(budget=numpy.int64(128), block_size=numpy.int32(16), dense_layers=0).plan(1)[0]
+    plan = SparseConfig(budget=numpy.int64(128), block_size=numpy.int32(16), dense_layers=0).plan([""])[0]
     assert (type(plan.blocks), type(plan.block_size), type(plan.free_blocks)) == (int, int, int)

@@ -1,45 +1,15 @@
 """Selectors: how keys are summarised into blocks and how blocks are scored. One small file each.
 
-A selector is stateless. What it keeps per layer is a tuple of tensors [B, H, N, ..] which the cache grows, reorders,
-crops and copies with everything else.
+A selector is stateless. What it keeps per layer is a tuple of tensors [B, H, N, ..], one entry a block, which the cache
+grows, reorders, crops and copies with everything else. A block's entry must be a pure function of the valid keys up to
+the block's last token: later tokens don't change it, and it doesn't matter how the tokens arrived.
 """
 
-from types import ModuleType
-from typing import Protocol
-
-import torch
-
+from .base import Columns, Scope, Selector, Summaries
+from .infllm_v2 import InfLLMv2
 from .quest import Quest
 
+__all__ = ["SELECTORS", "Columns", "Scope", "Selector", "Summaries"]
 
-class Selector(Protocol):
-    """What decode.py needs of a selector."""
-
-    def allocate(self, keys: torch.Tensor, blocks: int) -> tuple[torch.Tensor, ...]:
-        """Empty summaries [B, H, blocks, ..] for keys [B, H, T, D]."""
-
-    def summarise(
-        self,
-        kernels: ModuleType,
-        summaries: tuple[torch.Tensor, ...],
-        keys: torch.Tensor,
-        valid: torch.Tensor,
-        start: torch.Tensor,
-        begin: int,
-        count: int,
-        block_size: int,
-    ) -> None:
-        """Bring the blocks that hold columns begin .. begin + count - 1 up to date, in place."""
-
-    def scores(
-        self,
-        kernels: ModuleType,
-        query: torch.Tensor,
-        summaries: tuple[torch.Tensor, ...],
-        first: int,
-        last: torch.Tensor,
-    ) -> torch.Tensor:
-        """fp32 [B, H, N] for query [B, H, G, D]; NaN outside first .. last - 1 and for blocks without a token."""
-
-
-SELECTORS: dict[str, Selector] = {"quest": Quest()}
+# Your own, too: SELECTORS["name"] = YourSelector() makes SparseConfig(selector="name") mean it
+SELECTORS: dict[str, Selector] = {"quest": Quest(), "infllm_v2": InfLLMv2()}

@@ -1,7 +1,7 @@
 """Small models and prompts that every test uses."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 TOLERANCE = {  # of outputs whose arithmetic may be ordered differently
     torch.float32: dict(rtol=2e-5, atol=2e-5),
@@ -10,10 +10,20 @@ TOLERANCE = {  # of outputs whose arithmetic may be ordered differently
 }
 SPARSE = dict(budget=80, block_size=16, dense_layers=0)  # 5 blocks, 3 of them forced
 VOCABULARY = 97
+# One layer of each kind: dense MLPs where a family may begin with them, 2 of 4 experts a token elsewhere
+EXPERTS = {
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "glm4_moe": dict(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, use_qk_norm=True
+    ),
+}
 
 
-def tiny_llama(seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float32, **overrides) -> LlamaForCausalLM:
-    """A random Llama, eval mode: 4 query heads over 2 KV heads of dim 8, no eos, pad id 0."""
+def tiny(model_type: str, seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float32, **overrides):
+    """A random model of a family, eval mode: 4 query heads over 2 KV heads of dim 8, no eos, pad id 0."""
     torch.manual_seed(seed)
     settings = dict(
         vocab_size=VOCABULARY,
@@ -22,16 +32,22 @@ def tiny_llama(seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float3
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         max_position_embeddings=8192,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
+        **EXPERTS.get(model_type, {}),
     )
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **overrides}))
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, 0.0, 0.25)
     return model.to(dtype).eval()
+
+
+def tiny_llama(**settings) -> LlamaForCausalLM:
+    return tiny("llama", **settings)
 
 
 def prompt(length: int = 150, batch: int = 1, seed: int = 0) -> torch.Tensor:

@@ -3,15 +3,7 @@
 import torch
 
 from .attend import Partials, block_partials, exp2, shifted
-
-
-def _tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 2 by adding neighbours until one is left. Zeros at the end change nothing, not even the order."""
-    while x.shape[2] > 1:
-        if x.shape[2] % 2:
-            x = torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
-        x = x[:, :, 0::2] + x[:, :, 1::2]
-    return x[:, :, 0]
+from .sums import tree_sum
 
 
 def merge_partials(partials: Partials) -> torch.Tensor:
@@ -25,7 +17,7 @@ def merge_partials(partials: Partials) -> torch.Tensor:
         return partials.output.new_zeros((batch, heads, group, dim))
     weights = exp2(shifted(partials.peak, partials.peak.amax(dim=2, keepdim=True)))
     both = torch.cat([partials.output, partials.total[..., None]], dim=-1)  # one tree for both sums
-    output, total = _tree_sum(weights[..., None] * both).split([partials.output.shape[-1], 1], dim=-1)
+    output, total = tree_sum(weights[..., None] * both, 2).split([partials.output.shape[-1], 1], dim=-1)
     return torch.where(total == 0, 0.0, output / total)
 
 

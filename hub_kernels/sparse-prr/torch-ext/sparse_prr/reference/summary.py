@@ -3,6 +3,17 @@
 import torch
 
 
+def touched_blocks(start: torch.Tensor, begin: int, count: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, block ids) of the blocks that hold one of the columns begin .. begin + count - 1. start: int64 [B]."""
+    first = (begin - start).clamp(min=0) // block_size
+    last = (begin + count - 1 - start).div(block_size, rounding_mode="floor")
+    # `count` columns straddle at most this many blocks, whatever the row's grid
+    straddled = (count + block_size - 2) // block_size + 1
+    blocks = first[:, None] + torch.arange(straddled, device=start.device)
+    rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
+    return rows, blocks[rows, slots]
+
+
 def update_summaries(
     keys: torch.Tensor,
     valid: torch.Tensor,
@@ -28,13 +39,7 @@ def update_summaries(
     if count <= 0:
         return
     end, start = begin + count, start.long()
-    first = (begin - start).clamp(min=0) // block_size
-    last = (end - 1 - start).div(block_size, rounding_mode="floor")
-    # `count` columns straddle at most this many blocks, whatever the row's grid
-    straddled = (count + block_size - 2) // block_size + 1
-    blocks = first[:, None] + torch.arange(straddled, device=keys.device)
-    rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
-    ids = blocks[rows, slots]
+    rows, ids = touched_blocks(start, begin, count, block_size)
     tokens = (start[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
     within = tokens.clamp(max=columns - 1)
     counted = ((tokens < end) & valid[rows[:, None], within])[:, None, :, None]

@@ -20,3 +20,13 @@ def fixed_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
         x = folded if length % 2 == 0 else torch.cat([folded, x.narrow(dim, half, 1)], dim=dim)
         length = x.shape[dim]
     return x.squeeze(dim)
+
+
+def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over `dim` >= 0 by adding neighbours until one is left. Zeros at the end change nothing, nor the order."""
+    even, odd = ((slice(None),) * dim + (slice(first, None, 2),) for first in (0, 1))
+    while x.shape[dim] > 1:
+        if x.shape[dim] % 2:
+            x = torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim=dim)
+        x = x[even] + x[odd]
+    return x.select(dim, 0)
