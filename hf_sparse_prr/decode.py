@@ -225,8 +225,9 @@ def count(
     hits, guesses = hit.sum(), (predicted >= 0).sum()
     weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()
     counts = torch.stack([attended + guesses - hits, scored, hits, chosen.sum(), guesses])
-    # The paper's H (section 4.2): the share of a selection's score that was predicted, all selections counting alike
+    # The paper's H (section 4.2): the share of a selection's score that was predicted, every prediction counting alike
     total = weight.sum(dim=2)
-    shares = torch.where(total > 0, (weight * hit).sum(dim=2) / total, 0.0)
-    statistics.add(layer_idx, counts, torch.stack([shares.sum(), (total > 0).sum().double()]))
+    asked = (total > 0) & (predicted >= 0).any(dim=2)
+    shares = torch.where(asked, (weight * hit).sum(dim=2) / total, 0.0)
+    statistics.add(layer_idx, counts, torch.stack([shares.sum(), asked.sum().double()]))
     return ascending(free.masked_fill(hit, -1))

@@ -162,7 +162,8 @@ class PatchHandle:
         """Counts and rates since patching or `reset_stats()`, as host numbers; rates exclude forced blocks.
 
         steps, selector_calls (layers x steps), hit_rate = |P n A| / |A|, hit_rate_weighted (the share of a
-        selection's normalised score that was predicted, the mean over tokens, layers and KV heads),
+        selection's normalised score that was predicted, the mean over tokens, layers and KV heads that something was
+        predicted for; hit_rate counts the others as missed),
         extra_rate = |P - A| / |P|, repaired_blocks, bytes_read (K/V and summaries), ema, and layers: the same of each.
         Rates are None if nothing was ever predicted. Counters count work done, also for drafts that were rejected;
         the trace follows the cache and forgets them.

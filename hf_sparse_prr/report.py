@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernel_loader import Kernels
 
 _COUNTS = ("blocks_read", "summaries_read", "hits", "selected", "predicted")
-_SHARES = ("hit_shares", "selections")
+_SHARES = ("hit_shares", "predictions")
 
 
 class TraceEntry(NamedTuple):
@@ -74,7 +74,7 @@ def _summary(counts: dict[str, Any]) -> dict[str, Any]:
         "steps": counts["steps"],
         "selector_calls": counts["selector_calls"],
         "hit_rate": counts["hits"] / counts["selected"] if asked and counts["selected"] else None,
-        "hit_rate_weighted": (counts["hit_shares"] / counts["selections"] if asked and counts["selections"] else None),
+        "hit_rate_weighted": (counts["hit_shares"] / counts["predictions"] if asked and counts["predictions"] else None),
         "extra_rate": (predicted - counts["hits"]) / predicted if asked else None,
         "repaired_blocks": counts["selected"] - counts["hits"] if asked else 0,
         "bytes_read": counts["bytes_read"],

@@ -93,12 +93,13 @@ def test_prr_equals_serial_bitwise(what, dtype, monkeypatch):
 
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 37), (90, 3)])
-def test_selection_and_output_equal_the_oracle(speculate, pads):
+@pytest.mark.parametrize("group", ["sum", "max"])
+def test_selection_and_output_equal_the_oracle(speculate, pads, group):
     """Rows above and below their budget in one batch, each from its own grid."""
     model = tiny_llama()
     ids, mask = left_pad([prompt(140 - pad, seed=i)[0] for i, pad in enumerate(pads)])
     checked = 0
-    with patch_model(model, **SPARSE, speculate=speculate, trace=True) as handle:
+    with patch_model(model, **SPARSE, speculate=speculate, group=group, trace=True) as handle:
         cache = SparseCache(model)
         begin = ids.shape[1] - 12
         teacher_forced(model, ids[:, :begin], cache, 4, mask[:, :begin])

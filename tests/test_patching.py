@@ -7,7 +7,16 @@ import pytest
 import torch
 from models import SPARSE, VOCABULARY, greedy, prompt, tiny_llama
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaModel, StoppingCriteria, __version__
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaModel,
+    StoppingCriteria,
+    __version__,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_sparse_prr import SparseCache, SparseConfig, kernel_loader, patch_model, patching, unpatch_model
@@ -191,6 +200,24 @@ def test_an_unknown_model_type_lists_the_known_ones():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCABULARY, n_positions=32))
     with pytest.raises(ValueError, match=r"model_type: expected one of .*\bllama\b.*, got 'gpt2'"):
         patch_model(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("qwen3_next", "Qwen3-Next: most of its layers are linear attention"),
+        ("deepseek_v2", "DeepSeek-V2: .*MLA.* without an indexer"),
+        ("deepseek_v3", "DeepSeek-V3: .*MLA.* without an indexer"),
+        ("glm4_moe_lite", "GLM-4-MoE-Lite: .*MLA.* without an indexer"),
+        ("deepseek_v32", "DeepSeek-V3.2: selects tokens with an indexer of its own"),
+    ],
+)
+def test_a_known_model_that_cannot_be_served_is_named(model_type, why):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=rf"expected one of .*qwen3_moe, got '{model_type}' \({why}"):
+        patch_model(model)
+    assert not any("binding" in module.__dict__ for module in model.modules())
 
 
 def test_a_model_of_another_library_is_refused():

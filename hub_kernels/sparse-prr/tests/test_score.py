@@ -26,7 +26,7 @@ def make(seed, batch=2, heads=2, group=3, dim=64, blocks=5, dtype=torch.float32,
     return tuple(torch.tensor(x, dtype=dtype) for x in (query, *ends))
 
 
-def oracle(query, lower, upper, first, last):
+def oracle(query, lower, upper, first, last, group_by="sum"):
     """(scores, summed magnitudes): head by head, the larger end of each channel's interval, summed exactly."""
     query, lower, upper = (x.double().cpu().numpy() for x in (query, lower, upper))
     batch, heads, group, _ = query.shape
@@ -36,7 +36,10 @@ def oracle(query, lower, upper, first, last):
         if n < first or n >= int(last[b]) or (lower[b, h, n] > upper[b, h, n]).all():
             continue
         terms = [np.maximum(query[b, h, g] * lower[b, h, n], query[b, h, g] * upper[b, h, n]) for g in range(group)]
-        scores[b, h, n] = math.fsum(np.ravel(terms))
+        if group_by == "sum":
+            scores[b, h, n] = math.fsum(np.ravel(terms))
+        else:
+            scores[b, h, n] = max(math.fsum(term) for term in terms)
         ends = np.maximum(np.abs(lower[b, h, n]), np.abs(upper[b, h, n]))
         magnitude[b, h, n] = (np.abs(query[b, h]) @ ends).sum()
     return scores, magnitude
@@ -51,16 +54,18 @@ def oracle(query, lower, upper, first, last):
     st.integers(0, 9),
     st.integers(-1, 6),
     st.lists(st.integers(-2, 12), min_size=2, max_size=2),
+    st.sampled_from(["sum", "max"]),
 )
-def test_quest_scores_equals_the_sum_of_each_heads_bound(
-    ops, assert_close, seed, dtype, group, dim, blocks, first, last
+def test_quest_scores_equals_the_sum_or_maximum_of_each_heads_bound(
+    ops, assert_close, seed, dtype, group, dim, blocks, first, last, group_by
 ):
     query, lower, upper = make(seed, group=group, dim=dim, blocks=blocks, dtype=dtype)
     empty = torch.tensor(np.random.default_rng(seed).random(lower.shape[:3]) < 0.2)[..., None]
     lower, upper = lower.masked_fill(empty, INF), upper.masked_fill(empty, -INF)
-    scores = ops.quest_scores(query, lower, upper, first, torch.tensor(last, dtype=torch.int32))
+    last = torch.tensor(last, dtype=torch.int32)
+    scores = ops.quest_scores(query, lower, upper, first, last, group=group_by)
     assert scores.dtype == torch.float32
-    expected, magnitude = oracle(query, lower, upper, first, last)
+    expected, magnitude = oracle(query, lower, upper, first, last, group_by)
     assert_close(scores, expected, dtype, magnitude)
 
 
@@ -74,11 +79,17 @@ def test_quest_scores_of_integers_are_exact(ops, dim, group, dtype):
     np.testing.assert_array_equal(scores.double().cpu().numpy(), oracle(*inputs, 1, last)[0])
 
 
+def test_quest_scores_refuses_another_group(ops):
+    with pytest.raises(ValueError, match="group: expected 'sum' or 'max', got 'mean'"):
+        ops.quest_scores(*make(0), 0, torch.tensor([5, 5]), group="mean")
+
+
 def test_quest_scores_by_hand(ops):
     query = torch.tensor([[1.0, -2.0], [-3.0, 4.0]]).view(1, 1, 2, 2)
     lower, upper = torch.tensor([-1.0, 2.0]).view(1, 1, 1, 2), torch.tensor([5.0, 3.0]).view(1, 1, 1, 2)
     # head 0: 1*5 + -2*2 = 1; head 1: -3*-1 + 4*3 = 15
     assert ops.quest_scores(query, lower, upper, 0, torch.tensor([1])).tolist() == [[[16.0]]]
+    assert ops.quest_scores(query, lower, upper, 0, torch.tensor([1]), group="max").tolist() == [[[15.0]]]
 
 
 @PROPERTY

@@ -83,6 +83,8 @@ def infllm_scores(
         fp32 [B, H, N] in [0, G]; NaN for blocks that are not scored or hold no window.
     """
     blocks, windows = means.shape[2:4]
+    if blocks == 0:
+        return means.new_zeros(means.shape[:3], dtype=torch.float32)
     slots = torch.arange(blocks * windows, device=means.device)
     visible = filled.flatten(2) & ((slots + 1) * stride <= length[:, None])[:, None]  # [B, H, N * W]
     scaled = (query.float() * scale).contiguous()
@@ -93,5 +95,6 @@ def infllm_scores(
     weights = torch.exp(shifted(logits, logits.amax(dim=-1, keepdim=True)))
     shares = weights / tree_sum(weights, 3)[..., None]
     shares = shares.masked_fill(hidden, 0.0).masked_fill(broken, float("nan"))
-    summed = fixed_sum(shares.contiguous(), 2).unflatten(2, (blocks, windows))
+    # Not torch's sum: along this dimension its order follows how many windows stand beside each other
+    summed = tree_sum(shares, 2).unflatten(2, (blocks, windows))
     return _only(summed.amax(dim=-1), first, last, ~visible.unflatten(2, (blocks, windows)).any(dim=-1))
