@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from .cache import SparseCache
 from .patching import patch_model
+from .shapes import shape as shape_named
 
 DENSE = 2  # leading layers, which stay dense and aren't timed
 
@@ -37,48 +38,85 @@ def _filled(cache: Any, shape: tuple[int, ...], layers: int, device: str, dtype:
     return cache
 
 
+def machine(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Where a figure was measured."""
+    on_gpu = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def layer_config(
+    shape: str, layers: int, positions: int, heads: int | None, kv_heads: int | None, head_dim: int | None
+) -> Any:
+    """The transformers config of a few layers of a shape, with a small MLP and vocabulary, which aren't timed.
+
+    heads, kv_heads, head_dim: in place of the shape's own; with other heads, hidden_size is heads * head_dim.
+
+    Raises:
+        ValueError: an unknown shape; heads that aren't a multiple of kv_heads.
+    """
+    sizes = shape_named(shape)
+    hidden = sizes.hidden
+    if heads is not None or head_dim is not None:
+        hidden = (heads or sizes.heads) * (head_dim or sizes.head_dim)
+    heads, kv_heads, head_dim = heads or sizes.heads, kv_heads or sizes.kv_heads, head_dim or sizes.head_dim
+    if heads % kv_heads:
+        raise ValueError(f"heads: expected a multiple of kv_heads={kv_heads}, got {heads}")
+    return sizes.config(
+        layers,
+        vocab_size=64,
+        intermediate_size=64,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max(positions, sizes.positions),
+    )
+
+
 def bench_layer(
     tokens: int,
     budget: int,
     block_size: int | str = "auto",
-    heads: int = 9,
-    kv_heads: int = 3,
-    head_dim: int = 64,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     rounds: int = 3,
     steps: int = 40,
+    shape: str = "smollm2",
+    selector: str = "auto",
 ) -> dict[str, Any]:
     """Medians in ms over `rounds` turns of `steps` steps each, with ratios to stock and bytes read a step.
 
-    The defaults are SmolLM2-135M's layer. Layers follow each other as in a model, so each finds the caches as the layer
-    before it left them; a step includes the projections, in all three settings.
+    The layer is that of the named shape; heads, kv_heads and head_dim in place of its own where they are given. Layers
+    follow each other as in a model, so each finds the caches as the layer before it left them; a step includes the
+    projections, in all three settings.
     """
     layers = DENSE + 8
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=heads * head_dim,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=2 * tokens,
-    )
+    config = layer_config(shape, layers, 2 * tokens, heads, kv_heads, head_dim)
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     model = model.to(device, dtype).eval()
-    hidden = torch.randn(1, 1, heads * head_dim, device=device, dtype=dtype)
-    shape = (1, kv_heads, tokens, head_dim)
-    prefilled = _filled(SparseCache(config), shape, layers, device, dtype)
+    hidden = torch.randn(1, 1, config.hidden_size, device=device, dtype=dtype)
+    cached = (1, kv_heads, tokens, head_dim)
+    prefilled = _filled(SparseCache(config), cached, layers, device, dtype)
     times: dict[str, list[float]] = {"stock": [], "serial": [], "prr": []}
     stats: dict[str, Any] = {}
     with torch.inference_mode():
         for _ in range(rounds):
-            cache = _filled(DynamicCache(config=config), shape, layers, device, dtype)
+            cache = _filled(DynamicCache(config=config), cached, layers, device, dtype)
             times["stock"] += [_step(model, cache, hidden, tokens) for _ in range(steps)][3:]
             for name, speculate in (("serial", False), ("prr", True)):
-                settings: dict[str, Any] = dict(budget=budget, block_size=block_size, speculate=speculate)
+                settings: dict[str, Any] = dict(
+                    selector=selector, budget=budget, block_size=block_size, speculate=speculate
+                )
                 with patch_model(model, dense_layers=DENSE, **settings) as handle:
                     cache = copy.deepcopy(prefilled)
                     times[name] += [_step(model, cache, hidden, tokens) for _ in range(steps)][3:]
@@ -87,13 +125,16 @@ def bench_layer(
     element = torch.empty(0, dtype=dtype).element_size()
     stock_bytes = 2 * kv_heads * tokens * head_dim * element
     return {
-        "device": torch.cuda.get_device_name()
-        if device.startswith("cuda")
-        else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "shape": {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": 1},
+        **machine(device, dtype),
+        "shape": {
+            "name": shape,
+            "tokens": tokens,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "batch": 1,
+        },
+        "selector": selector,
         "budget": budget,
         "ms": medians,
         "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},

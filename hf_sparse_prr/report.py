@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .kernel_loader import Kernels
 
 _COUNTS = ("blocks_read", "summaries_read", "hits", "selected", "predicted")
-_SHARES = ("hit_shares", "predictions")
+_SHARES = ("hit_shares", "guessed")
 
 
 class TraceEntry(NamedTuple):
@@ -67,14 +67,14 @@ class Statistics:
         }
 
 
-def _summary(counts: dict[str, Any]) -> dict[str, Any]:
+def rates_of(counts: dict[str, Any]) -> dict[str, Any]:
     """Rates from summed counters; None where nothing was ever predicted."""
     asked, predicted = counts["predicted"] > 0, counts["predicted"]
     return {
         "steps": counts["steps"],
         "selector_calls": counts["selector_calls"],
         "hit_rate": counts["hits"] / counts["selected"] if asked and counts["selected"] else None,
-        "hit_rate_weighted": (counts["hit_shares"] / counts["predictions"] if asked and counts["predictions"] else None),
+        "hit_rate_weighted": (counts["hit_shares"] / counts["guessed"] if asked and counts["guessed"] else None),
         "extra_rate": (predicted - counts["hits"]) / predicted if asked else None,
         "repaired_blocks": counts["selected"] - counts["hits"] if asked else 0,
         "bytes_read": counts["bytes_read"],
@@ -128,14 +128,14 @@ class Recorder:
         """The dict of `PatchHandle.stats()`."""
         every = [self._done, *(self._layers(statistics) for _, statistics in self._live)]
         layers = [_sum(parts) for parts in zip(*every, strict=True)]
-        total = _summary(_sum(layers))
+        total = rates_of(_sum(layers))
         total["steps"] = layers[0]["steps"]
         predicts = any(plan.predicted_blocks for plan in self._plans)
         return {
             **total,
             "ema": self._config.ema if predicts else None,
             "layers": [
-                {"layer": index, **_summary(layer), "ema": self._ema(index)} for index, layer in enumerate(layers)
+                {"layer": index, **rates_of(layer), "ema": self._ema(index)} for index, layer in enumerate(layers)
             ],
         }
 

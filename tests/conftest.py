@@ -11,6 +11,18 @@ if device := os.environ.get("HF_SPARSE_PRR_TEST_DEVICE"):
 
 
 @pytest.fixture(scope="session")
+def smollm2():
+    """(model, tokenizer) of SmolLM2-135M-Instruct in float32."""
+    from hf_sparse_prr.demo.loading import load_model
+    from hf_sparse_prr.demo.smollm2 import FetchError, ensure_smollm2
+
+    try:
+        return load_model(ensure_smollm2(), torch.float32)
+    except FetchError as error:
+        pytest.skip(f"SmolLM2 can't be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
 def outputs():
     """New ids of the stock model and of the patched one. They differ, so a test can tell which one ran."""
     from models import SPARSE, greedy, prompt, tiny_llama

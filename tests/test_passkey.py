@@ -6,20 +6,10 @@ import pytest
 import torch
 
 from hf_sparse_prr import SparseCache, patch_model
-from hf_sparse_prr.demo.loading import load_model
 from hf_sparse_prr.demo.passkey import PASSKEY, passkey_prompt
-from hf_sparse_prr.demo.smollm2 import FetchError, ensure_smollm2
 from hf_sparse_prr.hooks import cache_argument
 
 BUDGET = 1024
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        return load_model(ensure_smollm2(), torch.float32)
-    except FetchError as error:
-        pytest.skip(f"SmolLM2 can't be fetched: {error}")
 
 
 def prefill(model, ids):

@@ -16,7 +16,7 @@ def stock_query(attention, hidden, embeddings):
         seen.append(query)
         return query.transpose(1, 2), None
 
-    with mock.patch.object(type(ALL_ATTENTION_FUNCTIONS), "get_interface", lambda *_: capture):
+    with mock.patch.object(type(ALL_ATTENTION_FUNCTIONS), "get_interface", return_value=capture):
         attention.stock.forward(attention, hidden, embeddings, None)
     return seen[0]
 
