@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache import SparseCache
     from .config import SparseConfig
+    from .interface import register_attention
     from .ops import gvr_topk
     from .patching import PatchHandle, patch_model, unpatch_model
 
@@ -17,12 +18,21 @@ __version__ = "0.1.0"
 _HOME = {
     "SparseCache": "cache",
     "SparseConfig": "config",
+    "register_attention": "interface",
     "gvr_topk": "ops",
     "PatchHandle": "patching",
     "patch_model": "patching",
     "unpatch_model": "patching",
 }
-__all__ = ["PatchHandle", "SparseCache", "SparseConfig", "gvr_topk", "patch_model", "unpatch_model"]
+__all__ = [
+    "PatchHandle",
+    "SparseCache",
+    "SparseConfig",
+    "gvr_topk",
+    "patch_model",
+    "register_attention",
+    "unpatch_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from . import kernel_loader, patches
 from .cache import layer_kinds
 from .config import LayerPlan, SparseConfig
 from .hooks import HOOKS, MISSING, cache_argument, class_method
+from .interface import check_implementation
 from .report import LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
 
@@ -282,6 +283,7 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
         held._fresh = False
         return held
     sparse = patches.family(target.config.model_type)
+    check_implementation(target.config)
     handle = PatchHandle(target, config, _attention_modules(target, sparse.stock), sparse.stock)
     try:
         for module, plan in zip(handle.modules, handle.plans, strict=True):

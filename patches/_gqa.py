@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.hooks import cache_argument
+from hf_sparse_prr.interface import check_implementation
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 
@@ -69,6 +70,7 @@ class SparseGQA(_Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
+        check_implementation(self.config)
         if cache_argument() != "cache" and not isinstance(cache, SparseCache):
             if cache is not None:  # the paged cache of continuous batching, for the attention function
                 kwargs["cache"] = cache
