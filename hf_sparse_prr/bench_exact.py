@@ -5,8 +5,8 @@ from types import ModuleType
 import torch
 
 from . import kernel_loader
-from .cache import SparseLayer
 from .decode import Token, select
+from .layer import SparseLayer
 from .selectors import SELECTORS, Scope
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of the largest expected value

@@ -15,9 +15,9 @@ from . import kernel_loader
 from .bench import machine
 from .bench_exact import check_step
 from .blocks import ascending, top_blocks
-from .cache import SparseLayer
 from .config import DEFAULT_EMA, LayerPlan, SparseConfig
 from .decode import Token, decode_token, token_at
+from .layer import SparseLayer
 from .predictor import Memory, Prior
 from .report import Statistics, rates_of
 from .selectors import SELECTORS, Scope

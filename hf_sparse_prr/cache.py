@@ -1,195 +1,20 @@
 """SparseCache: a transformers Cache whose layers also hold what selection and prediction need.
 
-K/V lie in preallocated buffers [B, H, capacity, D] that grow geometrically. All side state hangs off the cache and
-follows every verb of it.
+All side state hangs off the cache and follows every verb of it.
 """
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
-from .config import LayerPlan, SparseConfig, is_int
-from .predictor import Memory
-from .selectors import SELECTORS, Columns, Summaries
+from .config import SparseConfig, is_int
+from .layer import SparseLayer, writes
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
     from .report import Statistics
-
-
-def _writes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that makes or changes the cache's tensors: they are ordinary ones without gradients, also when it is
-    called under inference_mode, so that a cache serves callers of every mode."""
-    return torch.no_grad()(torch.inference_mode(False)(method))
-
-
-_GRANULE = 64  # columns; capacities are multiples of it
-
-
-class SparseLayer(CacheLayerMixin):
-    """K/V of one layer and its side state: block summaries, EMA and last winners."""
-
-    is_croppable = True
-    is_sliding = False
-    keys: torch.Tensor  # None, as in every cache layer, until the first states come
-    values: torch.Tensor
-
-    def __init__(self, max_length: int | None = None) -> None:
-        super().__init__()
-        self.max_length = max_length
-        self.is_compileable = max_length is not None
-        self.plan = LayerPlan.dense("no settings yet")
-        self._empty()
-
-    def _empty(self) -> None:
-        self.keys = self.values = None  # type: ignore[assignment]
-        self.is_initialized = False
-        self.length = 0
-        self.summaries: Summaries = ()
-        self.summarised = 0  # columns that the summaries cover
-        self.memory = Memory()
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2] if self.is_initialized else 0
-
-    @property
-    def batch_size(self) -> int:
-        return self.keys.shape[0] if self.is_initialized else -1
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one KV head: key and value."""
-        return sum(buffer.shape[3] * buffer.element_size() for buffer in (self.keys, self.values))
-
-    @property
-    def bytes_per_summary(self) -> int:
-        """Of one block of one KV head."""
-        return sum(tensor[0, 0, 0].numel() * tensor.element_size() for tensor in self.summaries)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.device = key_states.device
-        columns = self._room_for(key_states.shape[2])
-        for name, states in (("keys", key_states), ("values", value_states)):
-            batch, heads, _, dim = states.shape
-            setattr(self, name, states.new_zeros((batch, heads, columns, dim), requires_grad=False))
-        self.is_initialized = True
-
-    def _room_for(self, columns: int) -> int:
-        if self.max_length is not None:
-            return self.max_length
-        return -(-(columns + max(256, columns // 4)) // _GRANULE) * _GRANULE
-
-    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Raise ValueError for states that don't fit this layer. Nothing was written yet."""
-        if key_states.is_meta or value_states.is_meta:
-            raise ValueError("key and value states: expected tensors with data, got meta tensors")
-        length = self.length + key_states.shape[2]
-        if self.max_length is not None and length > self.max_length:
-            raise ValueError(f"cache: expected at most max_length={self.max_length} tokens, got {length}")
-        if not self.is_initialized:
-            return
-        for name, states, buffer in (("key", key_states, self.keys), ("value", value_states, self.values)):
-            expected = (*buffer.shape[:2], buffer.shape[3])
-            got = (*states.shape[:2], states.shape[3])
-            if got != expected or states.dtype != buffer.dtype or states.device != self.device:
-                raise ValueError(
-                    f"{name} states: expected [B, H, D] = {list(expected)} in {buffer.dtype} on {self.device}, "
-                    f"got {list(got)} in {states.dtype} on {states.device}; call cache.reset(), or make another cache"
-                )
-
-    @_writes
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append, and return all K/V: views of the columns in use, or with `max_length` the whole buffers."""
-        self.check(key_states, value_states)
-        begin, end = self.length, self.length + key_states.shape[2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif end > self.capacity:
-            grown = (0, 0, 0, self._room_for(end) - self.capacity)
-            self.keys = torch.nn.functional.pad(self.keys, grown)
-            self.values = torch.nn.functional.pad(self.values, grown)
-        self.keys[:, :, begin:end] = key_states.detach()
-        self.values[:, :, begin:end] = value_states.detach()
-        self.length = end
-        self.memory.open(begin)
-        if self.max_length is not None:
-            return self.keys, self.values
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def summarise(self, kernels: Any, valid: torch.Tensor, start: torch.Tensor, column: int | None = None) -> None:
-        """Bring the block summaries up to the last column, unless those that the query in `column` reads are.
-
-        Blocks are scored only when they have left the local ones, so where a selector reads no others they are due once
-        a block and not once a token (152 us a layer on a CPU).
-        """
-        selector, size = SELECTORS[self.plan.selector], self.plan.block_size
-        if column is not None and self.summaries:
-            read = column + 1 if selector.reads_local else column - (self.plan.local_blocks - 1) * size
-            if self.summarised >= read:
-                return
-        blocks = -(-self.capacity // size)
-        if not self.summaries:
-            self.summaries = selector.allocate(self.keys, blocks, self.plan)
-        elif self.summaries[0].shape[2] < blocks:
-            more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2], self.plan)
-            self.summaries = tuple(torch.cat(pair, dim=2) for pair in zip(self.summaries, more, strict=True))
-        if self.summarised < self.length:
-            columns = Columns(self.keys, valid, start, self.summarised, self.length)
-            selector.summarise(kernels, self.summaries, columns, self.plan)
-            self.summarised = self.length
-
-    def forget_blocks(self) -> None:
-        """The block grid or the validity of old columns changed: summaries and prior are made anew."""
-        self.summarised = 0
-        self.memory.clear()
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1 if self.max_length is None else self.max_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.length + query_length if self.max_length is None else self.max_length), 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        length = max(self.length - abs(tokens_to_remove), 0)
-        self.memory.crop(length)
-        self.length = length
-        # A block that lost some of its tokens is recomputed when the next one arrives
-        self.summarised = min(self.summarised, length)
-
-    def reset(self) -> None:
-        self._empty()
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if not self.is_initialized:
-            return
-        self.keys, self.values = change(self.keys), change(self.values)
-        self.summaries = tuple(change(tensor) for tensor in self.summaries)
-        self.memory.map(change)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def offload(self) -> None:
-        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -236,6 +61,7 @@ class SparseCache(Cache):
             layers = [other if kind else ours for ours, other, kind in zip(layers, stock.layers, kinds, strict=True)]
         super().__init__(layers=layers)
         self.kinds = kinds
+        self._emptied = {index: copy.deepcopy(layer) for index, layer in enumerate(layers) if kinds[index]}
         # The layer that reads masks and keeps count of columns for all: the first that sees the whole context
         self.leader = next((index for index, kind in enumerate(kinds) if not kind), len(kinds))
         self.tokens = Tokens()
@@ -315,7 +141,7 @@ class SparseCache(Cache):
         kv_length, _ = layer.get_mask_sizes(count)
         return self.tokens.plan(mask, batch, count, kv_length, self.prompt_length)
 
-    @_writes
+    @writes
     def append(
         self,
         key_states: torch.Tensor,
@@ -337,7 +163,7 @@ class SparseCache(Cache):
             layer.forget_blocks()
         return keys, values
 
-    @_writes
+    @writes
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +173,7 @@ class SparseCache(Cache):
         step = self.begin(key_states, value_states, layer_idx, None, None)
         return self.append(key_states, value_states, layer_idx, step)
 
-    @_writes
+    @writes
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last |tokens_to_remove| tokens. ValueError for a positive number."""
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor before transformers 5.18
@@ -364,23 +190,25 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         super().reset()
+        for index, empty in self._emptied.items():  # transformers only zeroes what a window holds
+            self.layers[index] = copy.deepcopy(empty)
         self.tokens.reset()
         self.decode_columns = []
         self.statistics = None
         self._prompt_length = None
         self._step = None
 
-    @_writes
+    @writes
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self.tokens.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    @_writes
+    @writes
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         self.tokens.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    @_writes
+    @writes
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         indices = torch.as_tensor(indices)
         super().batch_select_indices(indices)

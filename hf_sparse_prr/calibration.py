@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 
 from .blocks import top_blocks
-from .cache import SparseLayer
 from .config import DEFAULT_EMA
+from .layer import SparseLayer
 from .predictor import MIN_QUERIES, Prior
 from .selectors import SELECTORS, Scope
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from .blocks import ascending, rope_blocks, top_blocks
-from .cache import SparseLayer
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
+from .layer import SparseLayer
 from .predictor import Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope

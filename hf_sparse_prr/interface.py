@@ -12,9 +12,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import kernel_loader
-from .cache import SparseLayer, layer_kinds
+from .cache import layer_kinds
 from .config import LayerPlan, SparseConfig, is_int
 from .decode import prefill_token, token_at
+from .layer import SparseLayer
 from .tokens import MASK_REASON, MAX_DRAFT, Step, Tokens, read_mask
 
 NAME = "hf_sparse_prr"

@@ -9,8 +9,8 @@ from models import SPARSE, greedy, left_pad, prompt, tiny
 from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, patch_model
-from hf_sparse_prr.cache import SparseLayer
 from hf_sparse_prr.hooks import cache_argument
+from hf_sparse_prr.layer import SparseLayer
 
 pytestmark = pytest.mark.compat
 WINDOW = 48
