@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 DEMO   ?=
 PYTEST ?= -m "not slow"
+XDIST  := -n auto --dist loadgroup
 OLDEST ?= transformers==5.17.0
 
 VENV  := .venv
@@ -20,12 +21,13 @@ demo: install-demo
 	$(BIN)/hf-sparse-prr generate $(DEMO)
 
 # `pytest`, not `python -m pytest`: the repository root must not be on sys.path, so that the installed wheel is tested.
+# A process a core, each with one thread.
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/pytest $(PYTEST)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST) $(PYTEST)
 
 # The oldest transformers, with what it needs, lies over the newest one; the tests marked compat run on it.
 test-oldest: install-test $(VENV)/oldest.stamp
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -m "compat and not slow"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(BIN)/pytest $(XDIST) -m "compat and not slow"
 
 $(VENV)/oldest.stamp: pyproject.toml Makefile | $(BIN)/python
 	rm -rf $(VENV)/oldest

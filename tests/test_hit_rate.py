@@ -2,9 +2,12 @@
 
 from pydoc_data import topics
 
+import pytest
 import torch
 
 from hf_sparse_prr import patch_model
+
+pytestmark = pytest.mark.xdist_group("smollm2")  # one copy of the weights
 
 
 def test_the_ema_predicts_infllm_v2_on_a_long_text(smollm2):

@@ -9,6 +9,7 @@ from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.demo.passkey import PASSKEY, passkey_prompt
 from hf_sparse_prr.hooks import cache_argument
 
+pytestmark = pytest.mark.xdist_group("smollm2")  # one copy of the weights
 BUDGET = 1024
 
 

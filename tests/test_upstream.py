@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_sparse_prr import patch_model
 
+pytestmark = pytest.mark.xdist_group("upstream")  # the fixture downloads
 CACHE = Path(os.environ.get("HF_SPARSE_PRR_CACHE", Path.home() / ".cache" / "hf_sparse_prr"))
 SUBSET = [
     "test_save_load",
