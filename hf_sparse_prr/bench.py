@@ -10,10 +10,21 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from .cache import SparseCache
+from .config import SparseConfig
 from .patching import patch_model
 from .shapes import shape as shape_named
 
 DENSE = 2  # leading layers, which stay dense and aren't timed
+CORRELATION = 0.9  # of a step's input with the one before it; it decides what PRR hits
+
+
+def _inputs(size: int, steps: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """[1, 1, size] a step, random, each correlated with the one before it as successive tokens are."""
+    inputs = [torch.randn(1, 1, size, device=device, dtype=dtype)]
+    while len(inputs) < steps:
+        noise = torch.randn(1, 1, size, device=device, dtype=dtype)
+        inputs.append(CORRELATION * inputs[-1] + (1 - CORRELATION**2) ** 0.5 * noise)
+    return inputs
 
 
 def _step(model: Any, cache: Any, hidden: torch.Tensor, position: int) -> float:
@@ -99,12 +110,16 @@ def bench_layer(
     projections, in all three settings.
     """
     layers = DENSE + 8
+    chosen: dict[str, Any] = dict(selector=selector, budget=budget, block_size=block_size)
+    fits = SparseConfig(**chosen).plan([""] * layers)[-1].fits
+    if tokens < fits:
+        raise ValueError(f"tokens: expected at least the {fits} that budget={budget} attends to, got {tokens}")
     config = layer_config(shape, layers, 2 * tokens, heads, kv_heads, head_dim)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config)
     model = model.to(device, dtype).eval()
-    hidden = torch.randn(1, 1, config.hidden_size, device=device, dtype=dtype)
+    inputs = _inputs(config.hidden_size, steps, device, dtype)
     cached = (1, kv_heads, tokens, head_dim)
     prefilled = _filled(SparseCache(config), cached, layers, device, dtype)
     times: dict[str, list[float]] = {"stock": [], "serial": [], "prr": []}
@@ -112,14 +127,11 @@ def bench_layer(
     with torch.inference_mode():
         for _ in range(rounds):
             cache = _filled(DynamicCache(config=config), cached, layers, device, dtype)
-            times["stock"] += [_step(model, cache, hidden, tokens) for _ in range(steps)][3:]
+            times["stock"] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
             for name, speculate in (("serial", False), ("prr", True)):
-                settings: dict[str, Any] = dict(
-                    selector=selector, budget=budget, block_size=block_size, speculate=speculate
-                )
-                with patch_model(model, dense_layers=DENSE, **settings) as handle:
+                with patch_model(model, dense_layers=DENSE, speculate=speculate, **chosen) as handle:
                     cache = copy.deepcopy(prefilled)
-                    times[name] += [_step(model, cache, hidden, tokens) for _ in range(steps)][3:]
+                    times[name] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
                     stats[name] = handle.stats()
     medians = {name: statistics.median(values) for name, values in times.items()}
     element = torch.empty(0, dtype=dtype).element_size()
@@ -134,8 +146,10 @@ def bench_layer(
             "head_dim": head_dim,
             "batch": 1,
         },
-        "selector": selector,
+        "selector": SparseConfig(selector=selector).resolved_selector,
         "budget": budget,
+        "correlation": CORRELATION,
+        "hit_rate": stats["prr"]["hit_rate"],
         "ms": medians,
         "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
         "kv_bytes_per_step": {

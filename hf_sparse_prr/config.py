@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from .kernel_loader import is_repo_id
-from .selectors import SELECTORS
+from .selectors import SELECTORS, Selector
 
 BLOCK_SIZES = (16, 32, 64, 128)
 SEMANTICS = ("exact", "superset")
@@ -145,7 +145,9 @@ class SparseConfig:
         for field, choices in (("selector", ("auto", *SELECTORS)), ("semantics", SEMANTICS), ("hint", HINTS)):
             value = getattr(self, field)
             _expect(isinstance(value, str) and value in choices, field, _choices(choices), value)
-        groups = SELECTORS[self.resolved_selector].groups
+        selector = SELECTORS[self.resolved_selector]
+        _expect(isinstance(selector, Selector), "selector", f"an instance of Selector as {self.selector!r}", selector)
+        groups = selector.groups
         _expect(self.group in groups, "group", f"{_choices(groups)} for selector {self.selector!r}", self.group)
 
     def _check_ema(self) -> None:

@@ -138,6 +138,9 @@ class SparseAttention:
             if is_int(index) and hasattr(config, "get_text_config") and getattr(module, "is_causal", True):
                 plans = self.config.plan(layer_kinds(config))
                 plan = plans[index] if index < len(plans) else plan
+                if not plan.full:
+                    name = type(module).__name__
+                    _warn(f"kind {plan.reason}", f"layers of {name} stay dense, because of their {plan.reason}")
             self._plans[module] = plan
         return plan
 

@@ -1,5 +1,6 @@
 """patch_model: the attention classes of one model instance are swapped, all intended ones or none, and swapped back."""
 
+import dataclasses
 import inspect
 import types
 import warnings
@@ -86,6 +87,11 @@ class PatchHandle:
         self.kernels = kernel_loader.resolve(self.config.kernels, self.config.strict)
         if self.kernels.fallback is not None:
             self.warn(f"kernels {self.config.kernels}", self.kernels.fallback)
+        if self.sparse_plan is None and self.config.budget is not None and any(self.kinds):
+            reasons = ", ".join(sorted({plan.reason for plan in self.plans}))
+            self.fall_back(
+                f"no sparse layer {reasons}", f"stock dense attention runs in every layer, because: {reasons}"
+            )
         self._unpatch_on_exit: list[bool] = []
         self._fresh = False
 
@@ -153,7 +159,13 @@ class PatchHandle:
                 }
             layers.append(LayerReport(index, name, plan.selector or None, settings, plan.status, plan.reason))
         notes = []
-        if self.config.speculate == "auto":
+        done = self.recorder.summary()
+        if self.sparse_plan is not None and done["steps"] and not done["selector_calls"]:
+            notes.append(
+                f"nothing was selected so far: all {done['steps']} decode steps were stock, no row being longer than "
+                f"the {self.sparse_plan.fits} tokens that it attends to densely"
+            )
+        if self.config.speculate == "auto" and self.sparse_plan is not None:
             notes.append("speculate='auto': off, there is no profile for this model and device")
         if self.config.semantics == "superset":
             notes.append("semantics='superset': predicted blocks are attended to as well, outputs differ from serial")
@@ -247,6 +259,15 @@ def _patchable(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
 
 
+def _differing(held: SparseConfig, config: SparseConfig) -> str:
+    """The fields in which two settings differ: "budget=256, got budget=128"."""
+    names = [
+        field.name for field in dataclasses.fields(held) if getattr(held, field.name) != getattr(config, field.name)
+    ]
+    old, new = (", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (held, config))
+    return f"{old}, got {new}"
+
+
 def _handle_of(model: PreTrainedModel) -> PatchHandle | None:
     """The handle that has patched a model, or a model inside or around it."""
     bindings = (module.__dict__.get("binding") for module in model.modules())
@@ -275,7 +296,9 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
     held = _handle_of(target)
     if held is not None:
         if held.config != config:
-            raise ValueError(f"expected the settings it is patched with, {held.config}, got {config}; unpatch first")
+            raise ValueError(
+                f"expected the settings it is patched with, {_differing(held.config, config)}; unpatch first"
+            )
         if target not in held.model.modules():
             raise ValueError(
                 f"expected an unpatched model, got one whose {type(held.model).__name__} is; unpatch that first"

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -172,17 +173,10 @@ class Report:
 
     def __str__(self) -> str:
         head = ("layer", "class", "status", "selector", "settings", "reason")
-        rows = [
-            (
-                str(layer.index),
-                layer.attention_class,
-                layer.status,
-                layer.selector or "-",
-                " ".join(f"{name}={value}" for name, value in layer.settings.items()) or "-",
-                layer.reason or "-",
-            )
-            for layer in self.layers
-        ]
+        rows: list[tuple[str, ...]] = []
+        for cells, alike in groupby(self.layers, key=self._cells):
+            indices = [layer.index for layer in alike]
+            rows.append((f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0]), *cells))
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
         sparse = sum(layer.status == "sparse" for layer in self.layers)
@@ -194,5 +188,11 @@ class Report:
             *(f"warning: {warning}" for warning in self.warnings),
         ]
         return "\n".join(lines)
+
+    @staticmethod
+    def _cells(layer: LayerReport) -> tuple[str, ...]:
+        """A row but its layer number: layers in a row that have the same share one."""
+        settings = " ".join(f"{name}={value}" for name, value in layer.settings.items())
+        return layer.attention_class, layer.status, layer.selector or "-", settings or "-", layer.reason or "-"
 
     __repr__ = __str__

@@ -286,6 +286,16 @@ def test_bench_segment_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPat
     refused(call_bench(*SEGMENT), terminal.EXIT_DIFFERENT, "output of step 0", "expected within")
 
 
+def test_bench_layer_refuses_a_cache_that_fits_the_budget() -> None:
+    refused(call_bench("layer", "--tokens", 512, "--budget", 1024), terminal.EXIT_USAGE, "tokens", "1024", "512")
+
+
+def test_text_prompt_of_no_tokens_is_refused() -> None:
+    nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
+        text_prompt(nothing, "a text", "a question", limit=120)
+
+
 def test_bench_layer_takes_a_shape() -> None:
     small = ("--tokens", 600, "--budget", 256, "--rounds", 1, "--heads", 8, "--kv-heads", 2, "--head-dim", 16)
     result = call_bench("layer", "--shape", "glm-z1-9b", "--selector", "infllm_v2", *small, "--json")

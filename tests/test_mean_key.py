@@ -66,3 +66,19 @@ def test_prr_equals_serial():
 def test_it_is_listed():
     with pytest.raises(ValueError, match="selector: expected one of 'auto', 'quest', 'infllm_v2', 'mean_key', got 'x'"):
         SparseConfig(selector="x")
+
+
+def test_a_class_is_not_an_instance(monkeypatch):
+    monkeypatch.setitem(selectors.SELECTORS, "mean_key", type(selectors.SELECTORS["mean_key"]))
+    with pytest.raises(ValueError, match="selector: expected an instance of Selector as 'mean_key', got <class"):
+        SparseConfig(selector="mean_key")
+
+
+def test_scores_of_another_shape_are_refused(monkeypatch):
+    selector = selectors.SELECTORS["mean_key"]
+    real = selector.scores
+    monkeypatch.setattr(selector, "scores", lambda *given: real(*given)[:, :, :5])
+    with patch_model(tiny_llama(), **SETTINGS) as handle:
+        expected = r"scores of selector 'mean_key': expected float32 \[1, 2, \d+\], got torch.float32 \[1, 2, 5\]"
+        with pytest.raises(ValueError, match=expected):
+            greedy(handle.model, prompt(100), tokens=3)

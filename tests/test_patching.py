@@ -118,7 +118,7 @@ def test_the_same_settings_give_the_same_handle():
 def test_other_settings_raise_and_change_nothing(outputs):
     model = tiny_llama()
     handle = patch_model(model, **SPARSE)
-    with pytest.raises(ValueError, match="unpatch"):
+    with pytest.raises(ValueError, match="it is patched with, budget=80, got budget=96; unpatch first"):
         patch_model(model, **{**SPARSE, "budget": 96})
     assert model.sparse_prr is handle
     assert torch.equal(greedy(model, IDS), outputs.sparse)

@@ -70,12 +70,11 @@ def test_report_prints_as_a_table():
     lines = str(handle.report()).splitlines()
     assert lines[0] == "hf_sparse_prr: 2 of 3 attention layers sparse"
     assert "reference" in lines[1] or torch.cuda.is_available()
-    table = lines[2:6]
+    table = lines[2:5]
     assert table[0].split()[:4] == ["layer", "class", "status", "selector"]
     assert [row.split()[:4] for row in table[1:]] == [
         ["0", "LlamaAttention", "dense", "-"],
-        ["1", "LlamaAttention", "sparse", "quest"],
-        ["2", "LlamaAttention", "sparse", "quest"],
+        ["1-2", "LlamaAttention", "sparse", "quest"],
     ]
     assert repr(handle.report()) == str(handle.report())
 
@@ -284,3 +283,14 @@ def test_a_crop_takes_dropped_tokens_from_the_trace():
     assert sorted({entry.step for entry in handle.trace}) == [0, 1, 2]
     decode(model, cache, steps=1, seed=2)
     assert [entry.step for entry in handle.trace[-3:]] == [3, 3, 3]
+
+
+def test_the_report_says_that_nothing_was_selected_yet():
+    model, handle = patched()
+    assert "nothing was selected" not in str(handle.report())  # nor decoded
+    greedy(model, prompt(20), tokens=5)
+    assert "nothing was selected so far: all 4 decode steps were stock, no row being longer than the 80" in str(
+        handle.report()
+    )
+    greedy(model, prompt(100), tokens=5)
+    assert "nothing was selected" not in str(handle.report())

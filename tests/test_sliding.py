@@ -8,7 +8,7 @@ import torch
 from models import SPARSE, greedy, left_pad, prompt, tiny
 from transformers import DynamicCache
 
-from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr import SparseCache, patch_model, patching
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.layer import SparseLayer
 
@@ -24,6 +24,7 @@ def sliding(model_type="qwen2", types=MIXED, **overrides):
     return tiny(model_type, layers=4, use_sliding_window=True, sliding_window=WINDOW, **overrides)
 
 
+@pytest.mark.filterwarnings("ignore:hf_sparse_prr")
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
 def test_the_report_says_why_they_are_dense(model_type):
     with patch_model(sliding(model_type), **SPARSE) as handle:
@@ -33,6 +34,18 @@ def test_the_report_says_why_they_are_dense(model_type):
     assert {layers[index].reason for index in dense} == {"sliding window of 48 tokens"}
 
 
+def test_a_model_without_a_layer_to_sparsify_says_so(monkeypatch):
+    monkeypatch.setattr(patching, "_PROCESS_WARNINGS", set())
+    model = sliding("qwen3_moe")
+    with pytest.warns(UserWarning, match="dense attention runs in every layer, because: sliding window of 48 tokens"):
+        patch_model(model, **SPARSE).unpatch()
+    with pytest.raises(RuntimeError, match="strict=True: stock dense attention runs in every layer"):
+        patch_model(model, **SPARSE, strict=True)
+    assert type(model.model.layers[0].self_attn).__name__ == "Qwen3MoeAttention"
+    patch_model(model, budget=None, strict=True).unpatch()  # dense is what was asked for
+
+
+@pytest.mark.filterwarnings("ignore:hf_sparse_prr")
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("max_length", [None, 200])
 def test_while_rows_fit_it_is_stock_to_the_bit(model_type, max_length):

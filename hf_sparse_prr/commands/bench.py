@@ -14,8 +14,10 @@ from hf_sparse_prr.bench import bench_layer
 from hf_sparse_prr.bench_exact import ExactnessError
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
 from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
+from hf_sparse_prr.shapes import SHAPES
 
 bench = typer.Typer(help="Time decoding against stock, in one run.", no_args_is_help=True)
+_SHAPES = f"Whose layer: {', '.join(SHAPES)}."
 _SETTINGS = {
     "dense": "dense SDPA",
     "dense_grouped": "dense, heads grouped",
@@ -47,7 +49,7 @@ def _check_device(device: str) -> None:
 
 @bench.command()
 def layer(
-    shape: Annotated[str, typer.Option(help="Whose layer: a name of hf_sparse_prr.shapes.")] = "smollm2",
+    shape: Annotated[str, typer.Option(help=_SHAPES)] = "smollm2",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 7168,
     selector: Annotated[str, typer.Option(help="quest or infllm_v2; auto is quest.")] = "auto",
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 1024,
@@ -87,8 +89,11 @@ def layer(
         return
     table = Table(
         "setting", "ms a step", "ratio to stock", "K/V and summary bytes",
-        title=f"{found['device']}, {found['threads']} threads, {found['dtype']}, {found['shape']}, "
-        f"{found['selector']}, budget {budget}",
+        title=f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['dtype']}",
+        caption="{name}: {heads} heads over {kv_heads} KV heads of {head_dim}, {tokens} tokens, batch {batch}; ".format(
+            **found["shape"]
+        )
+        + f"{found['selector']}, budget {budget}; PRR hit rate {found['hit_rate']:.1%}",
     )  # fmt: skip
     for name, ms in found["ms"].items():
         table.add_row(
@@ -99,7 +104,7 @@ def layer(
 
 @bench.command()
 def segment(
-    shape: Annotated[str, typer.Option(help="Whose layer: a name of hf_sparse_prr.shapes.")] = "qwen3-32b",
+    shape: Annotated[str, typer.Option(help=_SHAPES)] = "qwen3-32b",
     context: Annotated[
         list[int] | None, typer.Option(help="Tokens in the cache, 1024 to 1048576; repeatable.", show_default="16384")
     ] = None,

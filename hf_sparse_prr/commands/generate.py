@@ -54,6 +54,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send --file and --prompt in the model's chat form.")] = False,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 32,
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 1024,
+    selector: Annotated[str, typer.Option(help="How blocks are scored: quest or infllm_v2; auto is quest.")] = "auto",
     block_size: Annotated[
         int | None, typer.Option(help="Tokens in a block: 16, 32, 64 or 128.", show_default="auto")
     ] = None,
@@ -73,7 +74,7 @@ def generate(
     out, notes = Console(), Console(stderr=True)
     with one_line_errors(notes):
         text = _read(file, prompt, chat)
-        settings = _settings(budget, block_size)
+        settings = _settings(budget, block_size, selector)
         with Bar(notes) as bar:
             loaded, tokenizer = _load(model, dtype, device, settings, bar)
             limit = _limit(loaded, context, tokens)
@@ -108,9 +109,9 @@ def _read(file: Path | None, prompt: str | None, chat: bool) -> str | None:
         raise CommandError(f"--file: expected a UTF-8 text file, got {file}: {error}", EXIT_USAGE) from error
 
 
-def _settings(budget: int, block_size: int | None) -> dict[str, Any]:
+def _settings(budget: int, block_size: int | None, selector: str) -> dict[str, Any]:
     """Return the SparseConfig fields that were asked for, checked before anything slow starts."""
-    settings: dict[str, Any] = {"budget": budget}
+    settings: dict[str, Any] = {"budget": budget, "selector": selector}
     if block_size is not None:
         settings["block_size"] = block_size
     try:

@@ -28,6 +28,8 @@ def text_prompt(
         return _ids(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True))
 
     ids = render(text)
+    if not ids:
+        raise ValueError("prompt: expected at least one token, got none: the model's folder may have no tokenizer")
     if limit is None or len(ids) <= limit:
         return torch.tensor([ids]), 0
     body = _ids(tokenizer(text, add_special_tokens=False))
