@@ -7,25 +7,15 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache
 
 from .config import SparseConfig, is_int
 from .layer import SparseLayer, writes
+from .mixed import Undo, check_states, kinds_of, leader_of, other_layers
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
     from .report import Statistics
-
-
-def layer_kinds(config: Any) -> list[str]:
-    """Of each attention layer of a transformers config: "" for full attention, else what it has instead."""
-    layers = DynamicCache(config=config).layers
-    return ["" if type(layer) is DynamicLayer else _kind(layer) for layer in layers]
-
-
-def _kind(layer: Any) -> str:
-    window = getattr(layer, "sliding_window", None)
-    return type(layer).__name__ if window is None else f"sliding window of {window} tokens"
 
 
 class SparseCache(Cache):
@@ -33,12 +23,14 @@ class SparseCache(Cache):
 
     Args:
         model_or_config: a model, patched or not, or its config.
-        max_length: tokens to preallocate; more raise ValueError, and `is_compileable` is True. None: grows.
+        max_length: tokens to preallocate; more raise ValueError, and `is_compileable` is True unless some layers have a
+            sliding window. None: grows.
         sparse_config: settings, where the model isn't patched yet. From a bare config without them, the settings of
             the first patched model that uses the cache are adopted.
 
     Raises:
-        ValueError: `sparse_config` and the patched model's settings differ; max_length isn't a positive int.
+        ValueError: `sparse_config` and the patched model's settings differ; max_length isn't a positive int; no layer
+            has full attention.
     """
 
     layers: list[Any]  # SparseLayer where attention is full, else what transformers has for the layer
@@ -54,16 +46,16 @@ class SparseCache(Cache):
         config = getattr(model_or_config, "config", model_or_config)
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"expected a transformers model or its config, got {type(model_or_config).__name__}")
-        kinds = layer_kinds(config) if handle is None else handle.kinds
-        layers: list[Any] = [SparseLayer(max_length) for _ in kinds]
-        if any(kinds):  # what isn't full attention keeps the layer that transformers has for it
-            stock = DynamicCache(config=config) if max_length is None else StaticCache(config, max_length)
-            layers = [other if kind else ours for ours, other, kind in zip(layers, stock.layers, kinds, strict=True)]
+        # Not the config's layers while early-exit drafting lowers their number
+        others = other_layers(config) if handle is None else handle.others
+        if None not in others:
+            raise ValueError(f"cache: expected a layer of full attention, got only {', '.join(set(kinds_of(others)))}")
+        layers = [SparseLayer(max_length) if other is None else copy.deepcopy(other) for other in others]
         super().__init__(layers=layers)
-        self.kinds = kinds
-        self._emptied = {index: copy.deepcopy(layer) for index, layer in enumerate(layers) if kinds[index]}
-        # The layer that reads masks and keeps count of columns for all: the first that sees the whole context
-        self.leader = next((index for index, kind in enumerate(kinds) if not kind), len(kinds))
+        self.kinds = kinds_of(others) if handle is None else handle.kinds
+        self.leader = leader_of(self.kinds)
+        self._others = others
+        self._undo = Undo()
         self.tokens = Tokens()
         self.sparse_config: SparseConfig | None = None
         self.decode_columns: list[int] = []  # of every decode token the cache holds
@@ -157,6 +149,7 @@ class SparseCache(Cache):
             self.tokens.commit(step, key_states.shape[0], layer.capacity, key_states.device)
             self.decode_columns.extend(range(step.begin + step.first_decode, step.begin + step.count))
             self._step = step
+            self._undo.forget()
             if config is not None:
                 self.adopt(config)
         if step.changed:
@@ -168,10 +161,31 @@ class SparseCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a stock forward calls: no mask is known, new columns count as valid."""
-        if self.kinds[layer_idx]:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        step = self.begin(key_states, value_states, layer_idx, None, None)
-        return self.append(key_states, value_states, layer_idx, step)
+        try:
+            if self.kinds[layer_idx]:
+                self._begin_other(key_states, value_states, layer_idx)
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            step = self.begin(key_states, value_states, layer_idx, None, None)
+            return self.append(key_states, value_states, layer_idx, step)
+        except BaseException:
+            self.undo(layer_idx)
+            raise
+
+    def _begin_other(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        """Check what a layer with a window is about to append, and keep it as it was if the leader is still to come."""
+        layer = self.layers[layer_idx]
+        if layer.is_initialized:
+            check_states(layer, key_states, value_states)
+        if layer_idx == 0:
+            self._undo.forget()
+        if layer_idx < self.leader:
+            self.layers[self.leader].check_room(key_states.shape[2])
+            self._undo.keep(layer)
+
+    def undo(self, layer_idx: int) -> None:
+        """A forward was refused in a layer up to the leader: those before it are put back."""
+        if layer_idx <= self.leader:
+            self._undo.restore()
 
     @writes
     def crop(self, tokens_to_remove: int) -> None:
@@ -181,7 +195,8 @@ class SparseCache(Cache):
             raise ValueError(f"crop: expected an int <= 0, the tokens to remove, got {tokens_to_remove}")
         length = max(self.tokens.length + tokens_to_remove, 0)
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SparseLayer)):
-            layer.crop(tokens_to_remove)  # those that may refuse first
+            if layer.is_initialized:
+                layer.crop(tokens_to_remove)  # those that may refuse first
         self.tokens.crop(length)
         held = [column for column in self.decode_columns if column < length]
         if self.statistics is not None and len(held) < len(self.decode_columns):
@@ -190,8 +205,10 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        for index, empty in self._emptied.items():  # transformers only zeroes what a window holds
-            self.layers[index] = copy.deepcopy(empty)
+        for index, other in enumerate(self._others):
+            if other is not None:  # transformers only zeroes what a window holds
+                self.layers[index] = copy.deepcopy(other)
+        self._undo.forget()
         self.tokens.reset()
         self.decode_columns = []
         self.statistics = None
@@ -215,7 +232,7 @@ class SparseCache(Cache):
         self.tokens.map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "statistics": None, "_step": None}
+        return {**self.__dict__, "statistics": None, "_step": None, "_undo": Undo()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseCache":
         twin = type(self).__new__(type(self))

@@ -41,7 +41,7 @@ def prompt_scores(
         last = torch.where(valid[:, column], selectable, 0)
         query = memory.queries[:, :, :, index]
         scope = Scope(plan.sink_blocks, last, column + 1 - start, scale)
-        scores.append(SELECTORS[plan.selector].scores(kernels, query, layer.summaries, scope, plan))
+        scores.append(SELECTORS[plan.selector].checked_scores(kernels, query, layer.summaries, scope, plan))
     return scores
 
 

@@ -85,13 +85,7 @@ def select(
     """The blocks that `query` [B, H, G, D] attends to: forced ones and the best of the rest."""
     plan = layer.plan
     scope = Scope(plan.sink_blocks, token.last, token.column + 1 - token.start, scale)
-    scores = SELECTORS[plan.selector].scores(kernels, query, layer.summaries, scope, plan)
-    expected = (*query.shape[:2], layer.summaries[0].shape[2])
-    if scores.shape != expected or scores.dtype != torch.float32:
-        raise ValueError(
-            f"scores of selector {plan.selector!r}: expected float32 {list(expected)}, got {scores.dtype} "
-            f"{list(scores.shape)}"
-        )
+    scores = SELECTORS[plan.selector].checked_scores(kernels, query, layer.summaries, scope, plan)
     free = top_blocks(kernels, scores, plan.free_blocks, hint)
     forced = token.forced.expand(-1, query.shape[1], -1)
     return Selection(free, ascending(torch.cat([forced, free], dim=-1)), scores)

@@ -81,8 +81,11 @@ class PrepareCacheHook(_Hook):
         model, name = self.handle.model, cache_argument()
         dynamic = generation_config.cache_implementation in (None, "dynamic")
         wanted = dynamic and generation_config.use_cache is not False and not model.training
+        wanted = wanted and not all(self.handle.kinds)  # nothing to select from: transformers' own cache
         if model_kwargs.get(name) is None and wanted:
             model_kwargs[name] = SparseCache(model)
+            if generation_config.is_assistant:  # drafts are rolled back
+                model_kwargs[name].activate_past_recording()
         else:
             self._stock()(generation_config, model_kwargs, mode, batch_size, max_cache_length)
         given = model_kwargs.get(name)

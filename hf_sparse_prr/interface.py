@@ -12,10 +12,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import kernel_loader
-from .cache import layer_kinds
 from .config import LayerPlan, SparseConfig, is_int
 from .decode import prefill_token, token_at
 from .layer import SparseLayer
+from .mixed import kinds_of, other_layers
 from .tokens import MASK_REASON, MAX_DRAFT, Step, Tokens, read_mask
 
 NAME = "hf_sparse_prr"
@@ -135,8 +135,8 @@ class SparseAttention:
             index: Any = getattr(module, "layer_idx", None)
             config: Any = getattr(module, "config", None)
             plan = LayerPlan.dense("not a causal layer")
-            if is_int(index) and hasattr(config, "get_text_config") and getattr(module, "is_causal", True):
-                plans = self.config.plan(layer_kinds(config))
+            if is_int(index) and hasattr(config, "get_text_config") and getattr(module, "is_causal", False) is True:
+                plans = self.config.plan(kinds_of(other_layers(config)))
                 plan = plans[index] if index < len(plans) else plan
                 if not plan.full:
                     name = type(module).__name__

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .config import LayerPlan
+from .mixed import check_states
 from .predictor import Memory
 from .selectors import SELECTORS, Columns, Summaries
 
@@ -79,19 +80,15 @@ class SparseLayer(CacheLayerMixin):
         """Raise ValueError for states that don't fit this layer. Nothing was written yet."""
         if key_states.is_meta or value_states.is_meta:
             raise ValueError("key and value states: expected tensors with data, got meta tensors")
-        length = self.length + key_states.shape[2]
+        self.check_room(key_states.shape[2])
+        if self.is_initialized:
+            check_states(self, key_states, value_states)
+
+    def check_room(self, count: int) -> None:
+        """Raise ValueError where `count` more tokens exceed `max_length`."""
+        length = self.length + count
         if self.max_length is not None and length > self.max_length:
             raise ValueError(f"cache: expected at most max_length={self.max_length} tokens, got {length}")
-        if not self.is_initialized:
-            return
-        for name, states, buffer in (("key", key_states, self.keys), ("value", value_states, self.values)):
-            expected = (*buffer.shape[:2], buffer.shape[3])
-            got = (*states.shape[:2], states.shape[3])
-            if got != expected or states.dtype != buffer.dtype or states.device != self.device:
-                raise ValueError(
-                    f"{name} states: expected [B, H, D] = {list(expected)} in {buffer.dtype} on {self.device}, "
-                    f"got {list(got)} in {states.dtype} on {states.device}; call cache.reset(), or make another cache"
-                )
 
     @writes
     def update(

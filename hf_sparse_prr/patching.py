@@ -12,10 +12,10 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
-from .cache import layer_kinds
 from .config import LayerPlan, SparseConfig
 from .hooks import HOOKS, MISSING, cache_argument, class_method
 from .interface import check_implementation
+from .mixed import kinds_of, leader_of, other_layers
 from .report import LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
 
@@ -30,8 +30,8 @@ class Binding:
         self.plan = plan
 
     def check_foreign(self, cache: Any, mask: Any, count: int) -> None:
-        """Layer 0, before its write: say once that a cache which isn't a SparseCache runs stock, at the first token
-        that would be sparse."""
+        """The first layer of full attention, before its write: say once that a cache which isn't a SparseCache runs
+        stock, at the first token that would be sparse."""
         plan, name = self.handle.sparse_plan, type(cache).__name__
         if cache is None or plan is None or count > MAX_DRAFT or torch.compiler.is_compiling():
             return
@@ -75,7 +75,8 @@ class PatchHandle:
         self.config = config
         self.modules = modules
         self.stock = stock
-        self.kinds = layer_kinds(model.config)
+        self.others = other_layers(model.config)
+        self.kinds = kinds_of(self.others)
         self.plans = config.plan(self.kinds)
         self.classes = [type(module).__name__ for module in modules]
         self.replaced: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class PatchHandle:
         self._fresh = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("model", "config", "modules", "stock", "kinds", "plans", "classes", "replaced")
+        kept = ("model", "config", "modules", "stock", "others", "kinds", "plans", "classes", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,6 +108,11 @@ class PatchHandle:
     def inv_freq(self) -> torch.Tensor | None:
         """RoPE frequencies as the model has them now (dynamic scaling changes them); None where it keeps none."""
         return getattr(getattr(self.model.base_model, "rotary_emb", None), "inv_freq", None)
+
+    @property
+    def leader(self) -> int:
+        """The first layer of full attention."""
+        return leader_of(self.kinds)
 
     @property
     def sparse_plan(self) -> LayerPlan | None:

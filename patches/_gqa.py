@@ -79,7 +79,7 @@ class SparseGQA(_Attention):
             raise ValueError("expected one cache, got both `cache` and `past_key_values`")
         cache = past_key_values if cache is None else cache
         if not isinstance(cache, SparseCache):
-            if self.layer_idx == 0 and not self.training:
+            if self.layer_idx == self.binding.handle.leader and not self.training:
                 self.binding.check_foreign(
                     kwargs.get("cache") if cache is None else cache, attention_mask, hidden_states.shape[1]
                 )
@@ -88,8 +88,8 @@ class SparseGQA(_Attention):
             raise ValueError("SparseCache: expected a model in eval mode, got model.train(); call model.eval()")
         handle = self.binding.handle
         config = handle.config
-        if len(cache.layers) != len(handle.plans):
-            raise ValueError(f"cache: expected {len(handle.plans)} layers, got {len(cache.layers)}")
+        if cache.kinds is not handle.kinds and cache.kinds != handle.kinds:
+            self._refuse_layers(cache)
         wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
         if wants_weights and self.config._attn_implementation != "eager":
             raise ValueError(
@@ -97,20 +97,58 @@ class SparseGQA(_Attention):
                 f"{self.config._attn_implementation!r}, which has none to return; call "
                 "model.set_attn_implementation('eager')"
             )
-        if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
-            with torch.inference_mode(False), torch.no_grad():
-                return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         grad = torch.is_grad_enabled()
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
         with torch.inference_mode(False), torch.no_grad():
-            query, key, value = self.project(hidden_states, position_embeddings)
-            step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
-            if self.layer_idx == cache.leader:
-                self.binding.check_step(step, grad)
+            try:
+                if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
+                    cache.check_settings(config)
+                    mask = self._window_mask(attention_mask, cache, hidden_states)
+                    return super().forward(hidden_states, position_embeddings, mask, cache, **kwargs)
+                query, key, value = self.project(hidden_states, position_embeddings)
+                step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
+                if self.layer_idx == cache.leader:
+                    self.binding.check_step(step, grad)
+            except BaseException:
+                cache.undo(self.layer_idx)
+                raise
             keys, values = cache.append(key, value, self.layer_idx, step, config)
             keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
             output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _refuse_layers(self, cache: SparseCache) -> None:
+        """ValueError for a cache whose layers aren't this model's."""
+        expected, got = self.binding.handle.kinds, cache.kinds
+        if len(expected) != len(got):
+            raise ValueError(f"cache: expected {len(expected)} layers, got {len(got)}")
+        index = next(i for i in range(len(got)) if expected[i] != got[i])
+        names = (kinds[index] or "full attention" for kinds in (expected, got))
+        raise ValueError("cache: expected {} in layer {index}, got {}".format(*names, index=index))
+
+    def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:
+        """The mask of a layer with a window; where it hides nothing but the cache knows of padding, one of our own."""
+        if not cache.tokens.padded or self.config._attn_implementation not in ("eager", "sdpa"):
+            return mask
+        layer, count = cache.layers[self.layer_idx], hidden_states.shape[1]
+        begin, (length, offset) = layer.get_seq_length(), layer.get_mask_sizes(count)
+        columns = torch.arange(offset, offset + length, device=hidden_states.device)
+        own = torch.arange(begin, begin + count, device=hidden_states.device)[:, None]
+        window = (columns <= own) & (columns > own - layer.sliding_window)
+        if isinstance(mask, torch.Tensor):
+            allowed = mask == 0 if mask.is_floating_point() else mask.bool()
+            if not torch.equal(allowed, window.expand_as(allowed)):
+                return mask
+        valid, _ = cache.tokens.on(hidden_states.device)
+        new = max(begin + count - cache.tokens.length, 0)
+        known = torch.nn.functional.pad(valid[:, : cache.tokens.length], (0, new), value=True)
+        return self._as_mask((window & known[:, None, offset : offset + length])[:, None], hidden_states.dtype)
+
+    def _as_mask(self, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """bool [B, 1, Q, T] as the attention implementation takes it."""
+        if self.config._attn_implementation != "eager":
+            return seen
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def _stock_view(
         self, keys: torch.Tensor, values: torch.Tensor, mask: Any, cache: SparseCache, step: Step
@@ -130,10 +168,8 @@ class SparseGQA(_Attention):
         if unmasked and cache.tokens.padded and self.config._attn_implementation in ("eager", "sdpa"):
             valid, _ = cache.tokens.on(keys.device)
             columns = torch.arange(end, device=keys.device)
-            mask = ((columns <= columns[step.begin :, None]) & valid[:, None, :end])[:, None]
-            if self.config._attn_implementation == "eager":
-                lowest = torch.finfo(keys.dtype).min
-                mask = torch.zeros(mask.shape, dtype=keys.dtype, device=keys.device).masked_fill(~mask, lowest)
+            seen = (columns <= columns[step.begin :, None]) & valid[:, None, :end]
+            mask = self._as_mask(seen[:, None], keys.dtype)
         return keys, values, mask
 
     def _attend(

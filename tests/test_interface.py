@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_sparse_prr
-from hf_sparse_prr import SparseCache, SparseConfig, kernel_loader, patch_model, register_attention
+from hf_sparse_prr import SparseCache, SparseConfig, interface, kernel_loader, patch_model, register_attention
 from hf_sparse_prr.interface import NAME
 from hf_sparse_prr.patches import FAMILIES
 from hf_sparse_prr.patches._gqa import SparseGQA
@@ -277,6 +277,16 @@ def test_more_dense_layers_than_the_model_has():
     register(dense_layers=4)
     with pytest.raises(ValueError, match="dense_layers: expected at most 3"):
         greedy(switched(tiny_llama()), prompt(100), tokens=2)
+
+
+def test_cross_attention_stays_dense():
+    """It has a layer number and no causality of its own."""
+
+    class Cross(torch.nn.Module):
+        layer_idx, config = 2, tiny_llama().config
+
+    register(budget=64, block_size=16, dense_layers=0, strict=True)
+    assert interface.ALL_ATTENTION_FUNCTIONS[NAME].plan(Cross()).status == "dense"
 
 
 def test_a_patched_model_keeps_a_stock_implementation():

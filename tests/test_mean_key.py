@@ -82,3 +82,19 @@ def test_scores_of_another_shape_are_refused(monkeypatch):
         expected = r"scores of selector 'mean_key': expected float32 \[1, 2, \d+\], got torch.float32 \[1, 2, 5\]"
         with pytest.raises(ValueError, match=expected):
             greedy(handle.model, prompt(100), tokens=3)
+
+
+def test_scores_out_of_scope_are_hidden(monkeypatch):
+    """A selector that scores every block alike can't take a forced one, or one that isn't there."""
+    selector = selectors.SELECTORS["mean_key"]
+    monkeypatch.setattr(
+        selector, "scores", lambda kernels, query, summaries, *_: torch.full((1, 2, len_of(summaries)), 5.0)
+    )
+    with patch_model(tiny_llama(), **SETTINGS, trace=True) as handle:
+        greedy(handle.model, prompt(150), tokens=3)
+    newest = 150 // 16
+    assert handle.trace[0].selected[0, 0].tolist() == [0, 1, 2, newest - 1, newest]
+
+
+def len_of(summaries):
+    return summaries[0].shape[2]

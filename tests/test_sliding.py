@@ -5,16 +5,18 @@ import pickle
 
 import pytest
 import torch
-from models import SPARSE, greedy, left_pad, prompt, tiny
+from models import SPARSE, TOLERANCE, greedy, left_pad, prompt, tiny
 from transformers import DynamicCache
 
-from hf_sparse_prr import SparseCache, patch_model, patching
+from hf_sparse_prr import SparseCache, SparseConfig, patch_model, patching
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.layer import SparseLayer
 
 pytestmark = pytest.mark.compat
 WINDOW = 48
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+BOTH_ORDERS = pytest.mark.parametrize("types", [MIXED, MIXED[::-1]], ids=["window first", "full first"])
+GROWING_OR_NOT = pytest.mark.parametrize("max_length", [None, 300], ids=["growing", "preallocated"])
 
 
 def sliding(model_type="qwen2", types=MIXED, **overrides):
@@ -56,12 +58,12 @@ def test_while_rows_fit_it_is_stock_to_the_bit(model_type, max_length):
     )
     stock = model.generate(ids, **asked)
     with patch_model(model, budget=4096, dense_layers=0):
-        cache = SparseCache(model, max_length=max_length)
-        assert cache.is_compileable == (max_length is not None)
-        out = model.generate(ids, **asked, **{cache_argument(): cache})
+        given = {}
+        if model_type != "qwen3_moe":  # it has no full layer: generate() takes transformers' own cache
+            given[cache_argument()] = SparseCache(model, max_length=max_length)
+        out = model.generate(ids, **asked, **given)
     assert torch.equal(out.sequences, stock.sequences)
-    if max_length is None:
-        assert all(torch.equal(a, b) for a, b in zip(out.logits, stock.logits, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out.logits, stock.logits, strict=True))
 
 
 @pytest.mark.parametrize("mode", [{}, dict(num_beams=3), dict(prompt_lookup_num_tokens=4), dict(prefill_chunk_size=40)])
@@ -98,15 +100,18 @@ def test_the_windows_keep_only_what_they_need():
     assert [layer.keys.shape[2] for layer in cache.layers if not isinstance(layer, SparseLayer)] == [WINDOW - 1] * 2
 
 
-def test_verbs_move_them_too():
-    model, tokens = sliding(), prompt(4, batch=2, seed=2)
+@BOTH_ORDERS
+@GROWING_OR_NOT
+def test_verbs_move_them_too(types, max_length):
+    model, tokens = sliding(types=types), prompt(4, batch=2, seed=2)
 
     def decode(cache, rows):
         with torch.no_grad():
             return torch.cat([model(tokens[rows, i : i + 1], past_key_values=cache).logits for i in range(4)], dim=1)
 
     with patch_model(model, **SPARSE, speculate=True), torch.no_grad():
-        cache = SparseCache(model)
+        cache = SparseCache(model, max_length=max_length)
+        cache.crop(0)  # nothing there
         model(prompt(150, batch=2), past_key_values=cache)
         expected = decode(copy.deepcopy(cache), slice(None))
         for turned in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
@@ -122,12 +127,16 @@ def test_verbs_move_them_too():
         assert torch.equal(decode(cache, slice(None)), expected)
 
 
-def test_a_crop_that_a_window_refuses_changes_nothing():
+@BOTH_ORDERS
+@GROWING_OR_NOT
+def test_a_crop_is_refused_or_right(types, max_length):
     """transformers' window has dropped what a crop would bring back, unless it was told to record."""
-    model = sliding(types=MIXED[::-1])  # a full layer first
+    model = sliding(types=types)
     with patch_model(model, **SPARSE), torch.no_grad():
-        cache = SparseCache(model)
-        model(prompt(150), past_key_values=cache)
+        caches = [SparseCache(model, max_length=max_length) for _ in range(2)]
+        for cache in caches:
+            model(prompt(150), past_key_values=cache)
+        cache, expected = caches
         with pytest.raises(RuntimeError, match="does not track past states"):
             cache.crop(-3)
         assert [layer.get_seq_length() for layer in cache.layers] == [150] * 4
@@ -136,6 +145,114 @@ def test_a_crop_that_a_window_refuses_changes_nothing():
         model(prompt(5, seed=1), past_key_values=cache)
         cache.crop(-3)
         assert [layer.get_seq_length() for layer in cache.layers] == [152] * 4
+        model(prompt(5, seed=1)[:, :2], past_key_values=expected)
+        logits = [model(prompt(1, seed=4), past_key_values=each).logits for each in caches]
+        torch.testing.assert_close(*logits, **TOLERANCE[torch.float32])
+
+
+def refusals(model):
+    """(what is given beside a cache of 100 of at most 120 tokens and one row, the error, its message)."""
+    one = prompt(1)
+    odd = torch.ones(1, 1, 3, 120, dtype=torch.bool).tril(100)
+    odd[..., 50] = torch.tensor([True, False, True])  # a tree: not causal x validity
+    window = torch.ones(1, 1, 3, WINDOW + 2, dtype=torch.bool)
+    masks = {"full_attention": odd, "sliding_attention": window}
+    return {
+        "batch": (dict(input_ids=prompt(1, batch=3)), ValueError, "expected"),
+        "length": (dict(input_ids=prompt(40)), ValueError, "at most max_length=120 tokens, got 140"),
+        "narrow mask": (dict(input_ids=one, attention_mask=torch.ones(1, 1).long()), ValueError, "attention_mask"),
+        "4D mask": (dict(input_ids=one, attention_mask=torch.ones(1, 1, 1, 7, dtype=torch.bool)), Exception, ""),
+        "strict": (dict(input_ids=prompt(3), attention_mask=masks), RuntimeError, "strict=True"),
+    }
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("what", ["batch", "length", "narrow mask", "4D mask", "strict"])
+def test_a_refused_input_leaves_every_layer_as_it_was(types, what):
+    model = sliding(types=types)
+    with patch_model(model, **SPARSE, strict=True), torch.no_grad():
+        cache = SparseCache(model, max_length=120)
+        model(prompt(100), past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        given, error, message = refusals(model)[what]
+        with pytest.raises(error, match=message):
+            model(**given, past_key_values=cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == [100] * 4
+        logits = [model(prompt(1), past_key_values=each).logits for each in (cache, twin)]
+    assert torch.equal(*logits)
+
+
+@BOTH_ORDERS
+def test_a_cache_for_something_else_is_refused_untouched(types):
+    model = sliding(types=types)
+    strangers = {
+        "expected the settings of the model": SparseCache(model, sparse_config=SparseConfig(budget=320)),
+        r"expected sliding window of 48 tokens in layer \d, got full attention": SparseCache(tiny("qwen2", layers=4)),
+        "in layer 0, got (full attention|sliding window of 48)": SparseCache(sliding(types=types[::-1])),
+        "key states: expected .* in torch.bfloat16": SparseCache(model.config),
+    }
+    strangers["key states: expected .* in torch.bfloat16"].layers[0].update(*[torch.zeros(1, 2, 0, 8).bfloat16()] * 2)
+    with patch_model(model, **SPARSE), torch.no_grad():
+        for message, cache in strangers.items():
+            with pytest.raises(ValueError, match=message):
+                model(prompt(20), past_key_values=cache)
+            assert [layer.get_seq_length() for layer in cache.layers] == [0] * 4
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_known_padding_stays_hidden_where_no_mask_comes(types, implementation):
+    model = sliding(types=types, attn_implementation=implementation)
+    ids, mask = left_pad([prompt(60)[0], prompt(30, seed=1)[0]])
+    with patch_model(model, **SPARSE), torch.no_grad():
+        caches = [SparseCache(model) for _ in range(2)]
+        for cache in caches:
+            model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        for step in range(40):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            token, positions = prompt(1, batch=2, seed=step), (mask.cumsum(1) - 1)[:, -1:]
+            told = model(token, attention_mask=mask, position_ids=positions, past_key_values=caches[0]).logits
+            untold = model(token, position_ids=positions, past_key_values=caches[1]).logits
+            torch.testing.assert_close(told, untold, **TOLERANCE[torch.float32])
+
+
+@BOTH_ORDERS
+def test_a_short_row_in_a_foreign_cache_is_not_named(types):
+    model = sliding(types=types)
+    ids, mask = left_pad([prompt(40)[0]], extra=100)
+    with patch_model(model, **SPARSE, strict=True):
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=4, do_sample=False,
+            **{cache_argument(): DynamicCache(config=model.config)},
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"strict=True: .*DynamicCache"):
+            greedy(model, prompt(150), tokens=4, **{cache_argument(): DynamicCache(config=model.config)})
+
+
+@BOTH_ORDERS
+def test_early_exit_drafts(types):
+    model, ids = sliding(types=types), prompt(150)
+    with patch_model(model, **SPARSE):
+        plain = greedy(model, ids)
+        assert torch.equal(greedy(model, ids, assistant_early_exit=1), plain)
+
+
+@GROWING_OR_NOT
+def test_beams_over_a_prefilled_cache(max_length):
+    model, ids = sliding(), prompt(150)
+    with patch_model(model, **SPARSE):
+        cache = SparseCache(model, max_length=max_length)
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache)
+        asked = dict(num_beams=3, max_new_tokens=12, do_sample=False)
+        out = model.generate(ids, **asked, **{cache_argument(): cache})
+        assert torch.equal(out, model.generate(ids, **asked))
+
+
+def test_a_model_without_full_attention_has_no_sparse_cache():
+    model = sliding("qwen3_moe")
+    with pytest.raises(ValueError, match="expected a layer of full attention, got only sliding window of 48 tokens"):
+        SparseCache(model)
 
 
 def test_an_interrupted_forward_is_noticed():

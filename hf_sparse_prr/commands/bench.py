@@ -43,6 +43,8 @@ def _check_device(device: str) -> None:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE) from error
+    if kind not in ("cpu", "cuda"):
+        raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE)
     if kind == "cuda" and not torch.cuda.is_available():
         raise CommandError(f"--device: expected one that is there, got {device!r} without a CUDA GPU", EXIT_USAGE)
 

@@ -3,7 +3,8 @@ summed over the query heads, that falls on one of its compressed keys.
 
 Compressed keys are means of 32 post-RoPE keys, every 16 tokens. A window belongs to the block it ends in, so a block's
 summary never holds a key that comes after the block; the published kernels also count the window that straddles the
-block's end, and lose windows when several tokens are appended at once.
+block's end, and lose windows when several tokens are appended at once. In blocks of 16 no window ends in a row's first
+block: it is attended as a sink or not at all.
 """
 
 from types import ModuleType
@@ -26,6 +27,7 @@ class InfLLMv2(Selector):
 
     block_size = 64
     reads_local = True  # the softmax goes over every window up to the query
+    scoped = True
 
     def allocate(self, keys: torch.Tensor, blocks: int, plan: "LayerPlan") -> Summaries:
         batch, heads, _, dim = keys.shape

@@ -16,6 +16,7 @@ class Quest(Selector):
 
     block_size = 32  # the bound loosens as blocks grow
     groups = ("sum", "max")
+    scoped = True
 
     def allocate(self, keys: torch.Tensor, blocks: int, plan: "LayerPlan") -> Summaries:
         batch, heads, _, dim = keys.shape
