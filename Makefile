@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | lint | clean
+# make demo | test | test-oldest | test-kernels | lint | clean
 #
 # TORCH is what pip is asked for; it can hold options too. On Linux a plain `torch` brings the CUDA build.
 #   make demo TORCH="torch==2.11.0"
@@ -8,13 +8,14 @@ DEMO   ?=
 PYTEST ?= -m "not slow"
 XDIST  := -n auto --dist loadgroup
 OLDEST ?= transformers==5.17.0
+TRITON ?= triton==3.9.0
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL := $$(ls $(VENV)/wheel/*.whl)
 
-.PHONY: demo test test-oldest lint clean wheel install-demo install-test FORCE
+.PHONY: demo test test-oldest test-kernels lint clean wheel install-demo install-test FORCE
 .DELETE_ON_ERROR:
 
 demo: install-demo
@@ -32,6 +33,15 @@ test-oldest: install-test $(VENV)/oldest.stamp
 $(VENV)/oldest.stamp: pyproject.toml Makefile | $(BIN)/python
 	rm -rf $(VENV)/oldest
 	$(PIP) install --target $(VENV)/oldest $(OLDEST)
+	@touch $@
+
+# The Triton kernels, in Triton's interpreter: no GPU needed. Not beside torch, where it could take another one's place.
+test-kernels: install-test $(VENV)/triton.stamp
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/triton $(BIN)/pytest $(XDIST) hub_kernels
+
+$(VENV)/triton.stamp: Makefile | $(BIN)/python
+	rm -rf $(VENV)/triton
+	$(PIP) install --no-deps --target $(VENV)/triton $(TRITON)
 	@touch $@
 
 # mypy runs in an empty folder, or it would find the sources instead of the installed wheel, where `patches` has its place.

@@ -92,7 +92,7 @@ def _bundled() -> Kernels:
 
 
 def _reference() -> Kernels:
-    return _accept(import_module("hf_sparse_prr.bundled"), "reference")
+    return _accept(import_module("hf_sparse_prr.bundled.reference"), "reference")
 
 
 def _load(key: str | Path | ModuleType) -> Kernels:

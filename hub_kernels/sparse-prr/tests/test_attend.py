@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 50)
 INF, NAN = float("inf"), float("nan")
 
 
@@ -257,6 +259,7 @@ def test_block_partials_order_and_duplicates_change_no_bit(ops, make_problem, as
     assert_same_bits(mixed, tuple(x[:, :, order] for x in expected))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="numpy's matmul, which the interpreter takes, changes bits with its shape")
 def test_block_partials_query_head_has_the_bits_of_its_group_of_one(ops, make_problem, assert_same_bits):
     problem = make_problem(10, group=16, dim=80)
     blocks = torch.arange(4, dtype=torch.int32).expand(2, 2, -1)

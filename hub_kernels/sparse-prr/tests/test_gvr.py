@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-CASES = int(os.environ.get("GVR_CASES", "600"))  # 20000 before a release
+CASES = int(
+    os.environ.get("GVR_CASES", "60" if os.environ.get("TRITON_INTERPRET") else "600")
+)  # 20000 before a release
 
 
 def stable(scores, k, lengths=None):
@@ -28,11 +30,18 @@ def stable(scores, k, lengths=None):
 
 
 @pytest.fixture
+def searches(ops):
+    """Skips what is about the reference's search; the Triton kernel takes five passes whatever the hint."""
+    if torch.empty(0).is_cuda or os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("the radix kernel has no search to look at")
+
+
+@pytest.fixture
 def small_buffer(ops, monkeypatch):
     """Candidates that a threshold may leave: set it to what a test likes."""
 
     def use(size):
-        monkeypatch.setitem(ops.gvr_topk.__globals__, "buffer_size", lambda k: max(k, size))
+        monkeypatch.setitem(ops.gvr_topk.__wrapped__.__globals__, "buffer_size", lambda k: max(k, size))
 
     return use
 
@@ -165,7 +174,7 @@ def test_gvr_topk_in_half_precision(ops, name, dtype):
 
 
 @pytest.mark.parametrize("next_n", [2, 3])
-def test_gvr_topk_of_several_query_tokens_with_one_hint_moved_along(ops, next_n):
+def test_gvr_topk_of_several_query_tokens_with_one_hint_moved_along(ops, searches, next_n):
     """Rows are shifted copies, as several new tokens make them; the last step's winners move by the row's offset."""
     base = fixture("normal")[0][:1, :16000]
     scores = torch.stack([base[0].roll(offset + 1) for offset in range(next_n)])
@@ -178,7 +187,7 @@ def test_gvr_topk_of_several_query_tokens_with_one_hint_moved_along(ops, next_n)
     assert int(stats.passes.max()) <= 3
 
 
-def test_a_good_hint_takes_the_fast_path(ops):
+def test_a_good_hint_takes_the_fast_path(ops, searches):
     """Asserted by statistics: no guard, one or two counts and the collect."""
     scores, k = fixture("normal")
     _, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["previous"], return_stats=True)
@@ -188,13 +197,13 @@ def test_a_good_hint_takes_the_fast_path(ops):
     assert bool((stats.candidates <= 5120).all())
 
 
-def test_a_bad_hint_takes_the_guard(ops):
+def test_a_bad_hint_takes_the_guard(ops, searches):
     scores, k = fixture("outlier and cluster")
     _, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["one"], return_stats=True)
     assert stats.fallback.all()
 
 
-def test_a_plateau_ends_the_search_in_one_count_when_it_is_hit(ops):
+def test_a_plateau_ends_the_search_in_one_count_when_it_is_hit(ops, searches):
     scores, k = fixture("constant")
     _, stats = ops.gvr_topk(scores, k, hint=torch.zeros((2, k), dtype=torch.int64), return_stats=True)
     assert stats.passes.tolist() == [2, 2]

@@ -1,13 +1,16 @@
 """infllm_scores: exact softmax shares of compressed keys, summed over the group, maximum of a block's windows."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 80)
 INF, NAN = float("inf"), float("nan")
 
 

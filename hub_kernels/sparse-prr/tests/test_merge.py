@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 50)
 INF, NAN = float("inf"), float("nan")
 
 

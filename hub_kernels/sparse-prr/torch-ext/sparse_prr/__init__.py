@@ -1,7 +1,8 @@
 """Kernels of exact sparse decoding: block summaries, compressed keys, Quest and InfLLM-v2
 scores, exact top-k, block partials, canonical merge, EMA.
 
-Every op has a plain-torch reference in `reference/`: the definition of correct, and what runs where no kernel does.
+Every op has a plain-torch reference in `reference/`: the definition of correct, and what runs on a CPU. On a CUDA GPU
+with Triton the kernels of `triton_kernels/` run.
 Shape letters, the same in every file:
 
     B batch row   H KV head   G query head of one KV head   D head dim   T columns a K/V buffer holds
@@ -11,15 +12,21 @@ A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `st
 first real token. Block lists are int32, ascending, -1 in unused slots, which come last.
 """
 
-from .reference.attend import Partials, block_partials
-from .reference.compress import compress_keys
-from .reference.merge import merge_partials, repair_merge, slots_of
-from .reference.predict import ema_predict, ema_update, normalise
-from .reference.score import infllm_scores, quest_scores
-from .reference.summary import update_summaries
-from .reference.topk import TopKStats, gvr_topk
+import torch
 
-backend = "reference"
+from . import dispatch, reference
+from .reference import Partials, TopKStats, ema_predict, ema_update, normalise, slots_of
+
+block_partials = dispatch.by_device(reference.block_partials)
+compress_keys = dispatch.by_device(reference.compress_keys)
+gvr_topk = dispatch.by_device(reference.gvr_topk)
+infllm_scores = dispatch.by_device(reference.infllm_scores)
+merge_partials = dispatch.by_device(reference.merge_partials)
+quest_scores = dispatch.by_device(reference.quest_scores)
+repair_merge = dispatch.by_device(reference.repair_merge)
+update_summaries = dispatch.by_device(reference.update_summaries)
+
+backend = "triton" if dispatch.HAS_TRITON and torch.cuda.is_available() else "reference"
 
 __all__ = [
     "Partials",

@@ -1,0 +1,21 @@
+"""Triton kernels, the same names and signatures as in `reference/`. Imported when an op first meets a CUDA tensor.
+
+Every kernel reads strides, so views cost no copy, and offsets are 64-bit. Nothing here reads the device from the host.
+"""
+
+from .attend import block_partials
+from .merge import merge_partials, repair_merge
+from .score import infllm_scores, quest_scores
+from .summary import compress_keys, update_summaries
+from .topk import gvr_topk
+
+__all__ = [
+    "block_partials",
+    "compress_keys",
+    "gvr_topk",
+    "infllm_scores",
+    "merge_partials",
+    "quest_scores",
+    "repair_merge",
+    "update_summaries",
+]

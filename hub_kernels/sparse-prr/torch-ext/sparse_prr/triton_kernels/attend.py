@@ -1,0 +1,67 @@
+"""Attention over single blocks."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference.attend import LOG2_E, Partials
+from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
+
+
+@triton.jit
+def _partials(
+    query, keys, values, valid, start, blocks, output, peak, total,
+    end, columns, K, H, scale,
+    q_b, q_h, q_g, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, m_b, m_t, b_b, b_h, b_k, s_b,
+    G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, ST: tl.constexpr,
+):  # fmt: skip
+    slot, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    block = tl.load(blocks + b * b_b + h * b_h + slot * b_k).to(tl.int64)
+    at = (b * H + h) * K + slot
+    if block < 0:
+        o, m, l = tl.zeros([GP, DP], tl.float32), tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
+        store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
+    else:
+        q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
+        first = tl.load(start + b * s_b).to(tl.int64) + block * S
+        o, m, l = attend_tile(
+            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, end, columns,
+            k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
+        )  # fmt: skip
+        store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
+
+
+def empty_partials(query: torch.Tensor, slots: int) -> Partials:
+    """Room for the partials of `slots` blocks; nothing is written."""
+    batch, heads, group, dim = query.shape
+    shape = (batch, heads, slots, group)
+    return Partials(*(query.new_empty(size, dtype=torch.float32) for size in ((*shape, dim), shape, shape)))
+
+
+def block_partials(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    blocks: torch.Tensor,
+    end: int,
+    *,
+    scale: float,
+    block_size: int,
+) -> Partials:
+    """As the reference. One program a block and KV head; block_size is a power of two, 16 at least."""
+    batch, heads, group, dim = query.shape
+    slots = blocks.shape[2]
+    partials = empty_partials(query, slots)
+    if partials.peak.numel() == 0:
+        return partials
+    valid = valid.view(torch.uint8)
+    _partials[(slots, heads, batch)](
+        query, keys, values, valid, start, blocks, *partials,
+        end, keys.shape[2], slots, heads, scale * LOG2_E,
+        *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *blocks.stride(), *start.stride(),
+        G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
+        ST=part_of(block_size, dim, keys.element_size()), num_warps=WARPS,
+    )  # fmt: skip
+    return partials
