@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from .config import SparseConfig, is_int
 from .layer import SparseLayer, writes
-from .mixed import Undo, check_states, kinds_of, leader_of, other_layers
+from .mixed import Undo, check_crop, check_states, kinds_of, leader_of, other_layers
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
@@ -189,14 +189,25 @@ class SparseCache(Cache):
 
     @writes
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last |tokens_to_remove| tokens. ValueError for a positive number."""
+        """Drop the last |tokens_to_remove| tokens.
+
+        Raises:
+            ValueError: a positive number.
+            RuntimeError: a sliding window no longer holds what it would need; nothing was dropped.
+        """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor before transformers 5.18
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected an int <= 0, the tokens to remove, got {tokens_to_remove}")
-        length = max(self.tokens.length + tokens_to_remove, 0)
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, SparseLayer)):
-            if layer.is_initialized:
-                layer.crop(tokens_to_remove)  # those that may refuse first
+        # Not the leader's length alone: early-exit drafts may end before it
+        windows = [layer for layer in self.layers if hasattr(layer, "sliding_window") and layer.is_initialized]
+        removed = min(-tokens_to_remove, max(each.get_seq_length() for each in [self.layers[self.leader], *windows]))
+        for layer in windows:
+            check_crop(layer, removed)
+        for layer in self.layers:
+            # A window that is empty, or that records nothing, would refuse even to drop nothing
+            if not hasattr(layer, "sliding_window") or (layer.is_initialized and (removed or layer.record_past)):
+                layer.crop(-removed)
+        length = max(self.tokens.length - removed, 0)
         self.tokens.crop(length)
         held = [column for column in self.decode_columns if column < length]
         if self.statistics is not None and len(held) < len(self.decode_columns):
@@ -207,7 +218,10 @@ class SparseCache(Cache):
         super().reset()
         for index, other in enumerate(self._others):
             if other is not None:  # transformers only zeroes what a window holds
+                recording = getattr(self.layers[index], "record_past", None)
                 self.layers[index] = copy.deepcopy(other)
+                if recording is not None:
+                    self.layers[index].record_past = recording
         self._undo.forget()
         self.tokens.reset()
         self.decode_columns = []

@@ -16,7 +16,7 @@ from .selectors import SELECTORS, Columns, Summaries
 def writes(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that makes or changes the cache's tensors: they are ordinary ones without gradients, also when it is
     called under inference_mode, so that a cache serves callers of every mode."""
-    return torch.no_grad()(torch.inference_mode(False)(method))
+    return torch.inference_mode(False)(torch.no_grad()(method))  # in this order: leaving inference mode turns grad on
 
 
 _GRANULE = 64  # columns; capacities are multiples of it

@@ -38,6 +38,20 @@ def check_states(layer: Any, key_states: torch.Tensor, value_states: torch.Tenso
             )
 
 
+def check_crop(layer: Any, removed: int) -> None:
+    """RuntimeError where a window has dropped tokens that it needs again once `removed` are gone."""
+    window, held = layer.sliding_window, layer.keys.shape[2]
+    length = layer.get_seq_length()
+    for most in range(removed, -1, -1):
+        if held - most >= min(length - most, window - 1):
+            break
+    if most < removed:
+        raise RuntimeError(
+            f"crop: expected at most {most} tokens, got {removed}: a sliding window of {window} tokens holds no more; "
+            "call activate_past_recording() before the forward that is to be undone"
+        )
+
+
 class Undo:
     """The layers before the leader as they were before this forward: the leader may still refuse it.
 

@@ -1,5 +1,6 @@
 """Layers with a sliding window stay as transformers has them, also in the cache, and say why in the report."""
 
+import contextlib
 import copy
 import pickle
 
@@ -137,7 +138,8 @@ def test_a_crop_is_refused_or_right(types, max_length):
         for cache in caches:
             model(prompt(150), past_key_values=cache)
         cache, expected = caches
-        with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(0)
+        with pytest.raises(RuntimeError, match="crop: expected at most 0 tokens, got 3: a sliding window of 48 tokens"):
             cache.crop(-3)
         assert [layer.get_seq_length() for layer in cache.layers] == [150] * 4
         assert cache.tokens.length == 150
@@ -148,6 +150,49 @@ def test_a_crop_is_refused_or_right(types, max_length):
         model(prompt(5, seed=1)[:, :2], past_key_values=expected)
         logits = [model(prompt(1, seed=4), past_key_values=each).logits for each in caches]
         torch.testing.assert_close(*logits, **TOLERANCE[torch.float32])
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize(("prompt_length", "crops"), [(60, [5, 20]), (60, [5, 7]), (150, [3, 3]), (40, [3, 20])])
+def test_crop_after_crop_is_refused_or_right(types, prompt_length, crops):
+    model, ids, held = sliding(types=types), prompt(prompt_length), prompt_length
+    with patch_model(model, **SPARSE), torch.no_grad():
+        cache = SparseCache(model)
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        for number in crops:
+            with contextlib.suppress(RuntimeError):
+                cache.crop(-number)
+                held -= number
+            assert [layer.get_seq_length() for layer in cache.layers] == [held] * 4
+        fresh = SparseCache(model)
+        model(ids[:, :held], past_key_values=fresh)
+        logits = [model(prompt(1, seed=9), past_key_values=each).logits for each in (cache, fresh)]
+        torch.testing.assert_close(*logits, **TOLERANCE[torch.float32])
+
+
+@BOTH_ORDERS
+def test_a_crop_of_more_than_there_is_empties_it(types):
+    model = sliding(types=types)
+    with patch_model(model, **SPARSE), torch.no_grad():
+        cache = SparseCache(model)
+        cache.activate_past_recording()
+        model(prompt(30), past_key_values=cache)
+        cache.crop(-200)
+        assert [layer.get_seq_length() for layer in cache.layers] == [0] * 4
+        model(prompt(30), past_key_values=cache)
+        cache.reset()
+        assert all(layer.record_past for layer in cache.layers if not isinstance(layer, SparseLayer))
+
+
+@BOTH_ORDERS
+def test_an_unpatched_model_with_gradients_stores_none(types):
+    model = sliding(types=types)
+    cache = SparseCache(model)
+    assert torch.is_grad_enabled()
+    model(prompt(60), past_key_values=cache)
+    assert not any(layer.keys.requires_grad or layer.values.requires_grad for layer in cache.layers)
+    copy.deepcopy(cache)
 
 
 def refusals(model):
