@@ -4,6 +4,7 @@ import copy
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ DENSE = 2  # leading layers, which stay dense and aren't timed
 CORRELATION = 0.9  # of a step's input with the one before it; it decides what PRR hits
 
 
-def _inputs(size: int, steps: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """[1, 1, size] a step, random, each correlated with the one before it as successive tokens are."""
-    inputs = [torch.randn(1, 1, size, device=device, dtype=dtype)]
+def successive(normal: Callable[[], torch.Tensor], steps: int, correlation: float) -> list[torch.Tensor]:
+    """Random normal tensors, one a step, each correlated with the one before it as successive tokens are."""
+    inputs = [normal()]
     while len(inputs) < steps:
-        noise = torch.randn(1, 1, size, device=device, dtype=dtype)
-        inputs.append(CORRELATION * inputs[-1] + (1 - CORRELATION**2) ** 0.5 * noise)
+        inputs.append(correlation * inputs[-1] + (1 - correlation**2) ** 0.5 * normal())
     return inputs
 
 
@@ -119,7 +119,8 @@ def bench_layer(
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config)
     model = model.to(device, dtype).eval()
-    inputs = _inputs(config.hidden_size, steps, device, dtype)
+    size = (1, 1, config.hidden_size)
+    inputs = successive(lambda: torch.randn(size, device=device, dtype=dtype), steps, CORRELATION)
     cached = (1, kv_heads, tokens, head_dim)
     prefilled = _filled(SparseCache(config), cached, layers, device, dtype)
     times: dict[str, list[float]] = {"stock": [], "serial": [], "prr": []}

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import kernel_loader
-from .bench import machine
+from .bench import machine, successive
 from .bench_exact import check_step
 from .blocks import ascending, top_blocks
 from .config import DEFAULT_EMA, LayerPlan, SparseConfig
@@ -70,10 +70,7 @@ class Segment:
             count = min(_CHUNK, context - begin)
             self._append(normal(batch, heads, count, dim), normal(batch, heads, count, dim))
         self.new = [(normal(batch, heads, 1, dim), normal(batch, heads, 1, dim)) for _ in range(steps)]
-        self.queries = [normal(batch, heads, group, dim)]
-        for _ in range(steps - 1):
-            noise = normal(batch, heads, group, dim)
-            self.queries.append(correlation * self.queries[-1] + (1 - correlation**2) ** 0.5 * noise)
+        self.queries = successive(lambda: normal(batch, heads, group, dim), steps, correlation)
 
     def use(self, name: str, memory: Memory) -> None:
         """Give the layer the plan of that name, and what it remembers of the steps before."""

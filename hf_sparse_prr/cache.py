@@ -167,7 +167,7 @@ class SparseCache(Cache):
                 return super().update(key_states, value_states, layer_idx, *args, **kwargs)
             step = self.begin(key_states, value_states, layer_idx, None, None)
             return self.append(key_states, value_states, layer_idx, step)
-        except BaseException:
+        except BaseException:  # raised again
             self.undo(layer_idx)
             raise
 

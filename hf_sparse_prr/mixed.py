@@ -41,10 +41,8 @@ def check_states(layer: Any, key_states: torch.Tensor, value_states: torch.Tenso
 def check_crop(layer: Any, removed: int) -> None:
     """RuntimeError where a window has dropped tokens that it needs again once `removed` are gone."""
     window, held = layer.sliding_window, layer.keys.shape[2]
-    length = layer.get_seq_length()
-    for most in range(removed, -1, -1):
-        if held - most >= min(length - most, window - 1):
-            break
+    # What has dropped nothing can give up everything; else window - 1 tokens have to stay
+    most = removed if held >= layer.get_seq_length() else max(held - window + 1, 0)
     if most < removed:
         raise RuntimeError(
             f"crop: expected at most {most} tokens, got {removed}: a sliding window of {window} tokens holds no more; "

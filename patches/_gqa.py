@@ -109,7 +109,7 @@ class SparseGQA(_Attention):
                 step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
                 if self.layer_idx == cache.leader:
                     self.binding.check_step(step, grad)
-            except BaseException:
+            except BaseException:  # raised again
                 cache.undo(self.layer_idx)
                 raise
             keys, values = cache.append(key, value, self.layer_idx, step, config)

@@ -3,13 +3,16 @@
 import torch
 
 
+def straddled(count: int, block_size: int) -> int:
+    """Blocks that `count` columns may fall into, whatever the row's grid."""
+    return (count + block_size - 2) // block_size + 1
+
+
 def touched_blocks(start: torch.Tensor, begin: int, count: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, block ids) of the blocks that hold one of the columns begin .. begin + count - 1. start: int64 [B]."""
     first = (begin - start).clamp(min=0) // block_size
     last = (begin + count - 1 - start).div(block_size, rounding_mode="floor")
-    # `count` columns straddle at most this many blocks, whatever the row's grid
-    straddled = (count + block_size - 2) // block_size + 1
-    blocks = first[:, None] + torch.arange(straddled, device=start.device)
+    blocks = first[:, None] + torch.arange(straddled(count, block_size), device=start.device)
     rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
     return rows, blocks[rows, slots]
 

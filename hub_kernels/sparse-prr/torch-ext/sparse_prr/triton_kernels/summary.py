@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.summary import straddled
 from .tile import padded
 
 
@@ -31,11 +32,6 @@ def _boxes(
         tl.store(upper + b * u_b + h * u_h + block * u_n + d * u_d, high.to(upper.dtype.element_ty), mask=d < D)
 
 
-def _straddled(count: int, block_size: int) -> int:
-    """Blocks that `count` columns may fall into, whatever the row's grid."""
-    return (count + block_size - 2) // block_size + 1
-
-
 def update_summaries(
     keys: torch.Tensor,
     valid: torch.Tensor,
@@ -51,7 +47,7 @@ def update_summaries(
     if count <= 0 or keys.numel() == 0:
         return
     valid = valid.view(torch.uint8)
-    _boxes[(_straddled(count, block_size), heads, batch)](
+    _boxes[(straddled(count, block_size), heads, batch)](
         keys, valid, start, lower, upper, begin, begin + count, columns,
         *keys.stride(), *valid.stride(), *start.stride(), *lower.stride(), *upper.stride(),
         S=block_size, D=dim, DP=padded(dim), num_warps=4,
@@ -105,7 +101,7 @@ def compress_keys(
     if count <= 0 or keys.numel() == 0:
         return
     valid, filled = valid.view(torch.uint8), filled.view(torch.uint8)
-    _windows[(_straddled(count, windows * stride) * windows, heads, batch)](
+    _windows[(straddled(count, windows * stride) * windows, heads, batch)](
         keys, valid, start, means, filled, begin, begin + count, columns,
         *keys.stride(), *valid.stride(), *start.stride(), *means.stride(), *filled.stride(),
         W=windows, WINDOW=window, STRIDE=stride, D=dim, DP=padded(dim), num_warps=1,
