@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from . import kernel_loader
 from .bench import machine, successive
 from .bench_exact import check_step
-from .blocks import ascending, top_blocks
 from .config import DEFAULT_EMA, LayerPlan, SparseConfig
 from .decode import Token, decode_token, token_at
 from .layer import SparseLayer
@@ -87,7 +86,7 @@ class Segment:
         step = self.tokens.plan(None, batch, count, length, min(length, self.context))
         self.layer.update(keys, values)
         self.tokens.commit(step, batch, self.layer.capacity, self.device)
-        self.layer.summarise(self.kernels, self.tokens.valid, self.tokens.start, length - 1)
+        self.layer.summarise(self.kernels, self.tokens.on(self.device), length - 1)
 
     def append(self, step: int) -> None:
         """The new token of a step, as the cache appends it, and its block's summary."""
@@ -115,21 +114,17 @@ class Segment:
     def stages(self, step: int, timed: "Timer") -> dict[str, float]:
         """Milliseconds of each stage of a serial step, one after the other."""
         layer, kernels, query, token = self.layer, self.kernels, self.queries[step], self.token(step)
-        plan, prior, end = layer.plan, layer.memory.prior, token.column + 1
-        scope = Scope(plan.sink_blocks, token.last, end - token.start, self.scale)
-        forced = token.forced.expand(-1, query.shape[1], -1)
+        plan, prior = layer.plan, layer.memory.prior
+        scope = Scope(plan.sink_blocks, token.last, token.end - token.start, self.scale)
         data = (query, layer.keys, layer.values, token.valid, token.start)
         hint = None if prior is None else prior.winners
         attend = partial(kernels.block_partials, scale=self.scale, block_size=plan.block_size)
 
-        def topk() -> tuple[torch.Tensor, torch.Tensor]:
-            free = top_blocks(kernels, scores, plan.free_blocks, hint)
-            return free, ascending(torch.cat([forced, free], dim=-1))
-
         ms = {}
         ms["score"], scores = timed(self.selector.scores, kernels, query, layer.summaries, scope, plan)
-        ms["topk"], (free, blocks) = timed(topk)
-        ms["partials"], partials = timed(attend, *data, blocks, end)
+        choose = partial(kernels.select_blocks, hint=hint)
+        ms["topk"], (blocks, free) = timed(choose, scores, token.forced, plan.free_blocks)
+        ms["partials"], partials = timed(attend, *data, blocks, token.end)
         ms["merge"], _ = timed(kernels.merge_partials, partials)
         layer.memory.advance(token.column, Prior(free))
         return ms

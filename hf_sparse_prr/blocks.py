@@ -4,8 +4,6 @@ from types import ModuleType
 
 import torch
 
-_NO_BLOCK = torch.iinfo(torch.int32).max
-
 
 def top_blocks(kernels: ModuleType, scores: torch.Tensor, k: int, hint: torch.Tensor | None = None) -> torch.Tensor:
     """The k best-scored blocks of each KV head, from scores [B, H, N]; a NaN score is never among them."""
@@ -30,8 +28,3 @@ def rope_blocks(
     best = scores.masked_fill(outside, float("-inf")).topk(min(k, len(blocks)), dim=1)
     return best.indices.masked_fill(best.values == float("-inf"), -1).to(torch.int32)[:, None]
 
-
-def ascending(blocks: torch.Tensor) -> torch.Tensor:
-    """Block ids in order, -1 last."""
-    ordered = blocks.masked_fill(blocks < 0, _NO_BLOCK).sort(dim=-1).values
-    return ordered.masked_fill(ordered == _NO_BLOCK, -1)

@@ -1,14 +1,15 @@
-"""One decode token of one layer: predict -> speculate || select -> repair and merge -> update."""
+"""One decode token of one layer: predict -> speculate || select -> repair and merge || update."""
 
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from .blocks import ascending, rope_blocks, top_blocks
+from .blocks import rope_blocks, top_blocks
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
+from .overlap import Overlap
 from .predictor import Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope
@@ -20,9 +21,11 @@ _WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be 
 class Token(NamedTuple):
     """A query token as every layer of the same plan sees it.
 
-    column, step: its own column and decode step.  valid: bool [B, T].  start: [B].
-    selects: bool [B], the rows that no longer fit.  last: [B], blocks at or past it aren't scored.
+    column, step: its own column and decode step, on the host.  valid: bool [B, T].  start, end: [B], `end` is the
+    column after its own.  selects: bool [B], the rows that no longer fit.  last: [B], blocks at or past it aren't
+    scored; next_last: that of the token to come.
     forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
+    next_forced: those of the token to come, also where they turn out to be empty.
     rope: int32 [B, 1, K], the blocks RoPE favours, where they are the hint.
     """
 
@@ -30,10 +33,22 @@ class Token(NamedTuple):
     step: int
     valid: torch.Tensor
     start: torch.Tensor
+    end: torch.Tensor
     selects: torch.Tensor
     last: torch.Tensor
+    next_last: torch.Tensor
     forced: torch.Tensor
+    next_forced: torch.Tensor
     rope: torch.Tensor | None = None
+
+
+def _reach(plan: LayerPlan, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(selects, last, forced) of the token before column `end` ([B]), whatever blocks hold a token."""
+    selects = end - start > plan.fits
+    newest = (end - 1 - start) // plan.block_size
+    local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=start.device)
+    sinks = torch.arange(plan.sink_blocks, device=start.device).expand(newest.shape[0], -1)
+    return selects, torch.where(selects, newest - plan.local_blocks + 1, 0), torch.cat([sinks, local], dim=1)
 
 
 def token_at(
@@ -47,30 +62,29 @@ def token_at(
     """The query token in `column`, worked out by the first layer that asks and shared by the others."""
     key = (column, plan.block_size, plan.fits, plan.sink_blocks, plan.local_blocks, device)
     if key not in tokens.shared:
-        valid, start = tokens.on(device)
-        size = plan.block_size
-        selects = column + 1 - start > plan.fits
-        newest = (column - start) // size
-        local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=device)
-        sinks = torch.arange(plan.sink_blocks, device=device).expand(newest.shape[0], -1)
-        forced = torch.cat([sinks, local], dim=1)
-        members = (start[:, None] + forced * size)[..., None] + torch.arange(size, device=device)
+        valid, start, newest_end = tokens.on(device)
+        end = newest_end - (tokens.length - 1 - column)  # from the device: a captured step is replayed as it grows
+        selects, last, forced = _reach(plan, start, end)
+        _, next_last, next_forced = _reach(plan, start, end + 1)
+        members = start[:, None, None] + forced[..., None] * plan.block_size
+        members = members + torch.arange(plan.block_size, device=device)
         real = valid.gather(1, members.clamp(0, valid.shape[1] - 1).flatten(1)).view(members.shape)
-        holds = (real & (members <= column)).any(dim=-1) & selects[:, None]
+        holds = (real & (members < end[:, None, None])).any(dim=-1) & selects[:, None]
         forced = torch.where(holds, forced, -1).to(torch.int32)[:, None]
-        last = torch.where(selects, newest - plan.local_blocks + 1, 0)
         rope = None
         if plan.hint == "rope" and inv_freq is not None:
-            rope = rope_blocks(inv_freq, start, column, size, plan.sink_blocks, last, plan.free_blocks)
-        tokens.shared[key] = Token(column, step, valid, start, selects, last, forced, rope)
+            rope = rope_blocks(inv_freq, start, column, plan.block_size, plan.sink_blocks, last, plan.free_blocks)
+        tokens.shared[key] = Token(
+            column, step, valid, start, end, selects, last, next_last, forced, next_forced.to(torch.int32)[:, None], rope
+        )
     return tokens.shared[key]
 
 
 class Selection(NamedTuple):
-    """int32 block ids, [B, H, ..], ascending, -1 padded: chosen by score; with the forced ones; scores [B, H, N]."""
+    """int32 block ids, [B, H, ..], ascending, -1 padded: with the forced ones; chosen by score; scores [B, H, N]."""
 
-    free: torch.Tensor
     selected: torch.Tensor
+    free: torch.Tensor
     scores: torch.Tensor
 
 
@@ -84,20 +98,52 @@ def select(
 ) -> Selection:
     """The blocks that `query` [B, H, G, D] attends to: forced ones and the best of the rest."""
     plan = layer.plan
-    scope = Scope(plan.sink_blocks, token.last, token.column + 1 - token.start, scale)
+    scope = Scope(plan.sink_blocks, token.last, token.end - token.start, scale)
     scores = SELECTORS[plan.selector].checked_scores(kernels, query, layer.summaries, scope, plan)
-    free = top_blocks(kernels, scores, plan.free_blocks, hint)
-    forced = token.forced.expand(-1, query.shape[1], -1)
-    return Selection(free, ascending(torch.cat([forced, free], dim=-1)), scores)
+    return Selection(*kernels.select_blocks(scores, token.forced, plan.free_blocks, hint=hint), scores)
 
 
-def predict(layer: SparseLayer, prior: Prior, token: Token, kernels: ModuleType, ema: torch.Tensor) -> torch.Tensor:
-    """int32 [B, H, P]: the blocks the prior expects; all -1 where it expects nothing."""
-    level, trend = prior.ema_state(layer.summaries[0].shape[2])
-    columns = torch.arange(level.shape[2], device=level.device)
+def early_blocks(
+    layer: SparseLayer, prior: Prior | None, token: Token, heads: int, kernels: ModuleType, ema: torch.Tensor
+) -> torch.Tensor:
+    """int32 [B, H, F + P]: what is attended to before the selection is known, the forced blocks and those that the
+    prior expects, -1 where it expects nothing."""
+    if prior is not None and prior.early is not None:
+        return prior.early
+    forced = token.forced.expand(-1, heads, -1)
+    blocks = layer.summaries[0].shape[2]
+    slots = min(layer.plan.predicted_blocks, blocks)
+    if prior is None:
+        return torch.cat([forced, forced.new_full((*forced.shape[:2], slots), -1)], dim=2)
+    level, trend = prior.ema_state(blocks)
+    columns = torch.arange(blocks, device=level.device)
     selectable = (columns >= layer.plan.sink_blocks) & (columns < token.last[:, None])  # none where the row fits
     expected = kernels.ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan"))
-    return top_blocks(kernels, expected, min(layer.plan.predicted_blocks, level.shape[2]))
+    return torch.cat([forced, top_blocks(kernels, expected, slots)], dim=2)
+
+
+def _update(
+    layer: SparseLayer,
+    token: Token,
+    selection: Selection,
+    kernels: ModuleType,
+    ema: torch.Tensor,
+) -> torch.Tensor | None:
+    """Remember what the token selected, and expect the next one's. Returns the importance of its blocks, None where
+    nothing is predicted."""
+    plan, prior, scores = layer.plan, layer.memory.prior, selection.scores
+    if not plan.predicted_blocks:
+        layer.memory.advance(token.column, Prior(selection.free))
+        return None
+    if prior is None:
+        state = (torch.full_like(scores, float("nan")), torch.zeros_like(scores))
+    else:
+        state = prior.ema_state(scores.shape[2])
+    level, trend, expected, importance = kernels.ema_step(scores, *state, ema, plan.sink_blocks, token.next_last)
+    predicted = top_blocks(kernels, expected, min(plan.predicted_blocks, scores.shape[2]))
+    early = torch.cat([token.next_forced.expand(-1, scores.shape[1], -1), predicted], dim=2)
+    layer.memory.advance(token.column, Prior(selection.free, level, trend, early))
+    return importance
 
 
 def decode_token(
@@ -118,45 +164,42 @@ def decode_token(
     Returns:
         fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
-    plan = layer.plan
+    plan, heads = layer.plan, query.shape[1]
     if layer.memory.uncalibrated:
         calibrate(layer, token.valid, token.start, kernels, scale)
     prior = layer.memory.prior
-    batch, heads = query.shape[:2]
-    ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, query.device)
+    ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, query.shape[0], query.device)
     attend = dict(scale=scale, block_size=plan.block_size)
     data = (query, layer.keys, layer.values, token.valid, token.start)
-    end = token.column + 1
+    overlap = Overlap(query.device)
 
-    if plan.predicted_blocks and prior is not None:
-        predicted = predict(layer, prior, token, kernels, ema)
-    else:
-        slots = min(plan.predicted_blocks, layer.summaries[0].shape[2])
-        predicted = query.new_full((batch, heads, slots), -1, dtype=torch.int32)
-    speculative = kernels.block_partials(*data, predicted, end, **attend)
+    early, speculative = query.new_empty((*query.shape[:2], 0), dtype=torch.int32), None  # serial: nothing is early
+    if plan.predicted_blocks:
+        with overlap.beside():
+            early = early_blocks(layer, prior, token, heads, kernels, ema)
+            speculative = kernels.block_partials(*data, early, token.end, **attend)
+    predicted = early[:, :, token.forced.shape[2] :]
 
     hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)
     if plan.hint in ("predicted", "previous") and prior is not None:
         hint = predicted if plan.hint == "predicted" and plan.predicted_blocks else prior.winners
     selection = select(layer, query, token, kernels, scale, hint)
+    overlap.join()
     attended = selection.selected
     if plan.superset:
         extra = predicted.masked_fill(kernels.slots_of(predicted, attended) >= 0, -1)
-        attended = ascending(torch.cat([attended, extra], dim=-1))
-    output = kernels.repair_merge(*data, attended, end, predicted, speculative, **attend)
+        attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
-    importance = kernels.normalise(selection.scores) if plan.predicted_blocks else None
-    missed = count(statistics, layer_idx, layer, token, predicted, selection, importance, kernels)
+    with overlap.beside():
+        importance = _update(layer, token, selection, kernels, ema)
+        numbers = _count(statistics, layer_idx, layer, selection)
+        kernels.tally(numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, token.last)
+    output = kernels.repair_merge(*data, attended, token.end, early, speculative, **attend)
+    overlap.join()
     if trace:
+        free = selection.free
+        missed = kernels.ascending(free.masked_fill(kernels.slots_of(free, predicted) >= 0, -1))
         statistics.trace.append(TraceEntry(token.step, layer_idx, predicted, selection.selected, missed))
-    if importance is None:
-        layer.memory.advance(token.column, Prior(selection.free))
-    else:
-        if prior is None:
-            state = (torch.full_like(importance, float("nan")), torch.zeros_like(importance))
-        else:
-            state = prior.ema_state(importance.shape[2])
-        layer.memory.advance(token.column, Prior(selection.free, *kernels.ema_update(*state, importance, ema)))
     return output, attended
 
 
@@ -166,7 +209,7 @@ def prefill_token(
     """Sparse attention of one prompt token: as `decode_token`, but nothing is predicted, remembered or counted."""
     data = (query, layer.keys, layer.values, token.valid, token.start)
     blocks = select(layer, query, token, kernels, scale).selected
-    partials = kernels.block_partials(*data, blocks, token.column + 1, scale=scale, block_size=layer.plan.block_size)
+    partials = kernels.block_partials(*data, blocks, token.end, scale=scale, block_size=layer.plan.block_size)
     return kernels.merge_partials(partials), blocks
 
 
@@ -200,34 +243,11 @@ def record_fitting(statistics: Statistics, layer_idx: int, plan: LayerPlan, like
     statistics.trace.append(entry)
 
 
-def count(
-    statistics: Statistics,
-    layer_idx: int,
-    layer: SparseLayer,
-    token: Token,
-    predicted: torch.Tensor,
-    selection: Selection,
-    importance: torch.Tensor | None,
-    kernels: ModuleType,
-) -> torch.Tensor:
-    """Add this token to the layer's counters, without a host sync. Returns the missed blocks, as in the trace."""
-    free, plan = selection.free, layer.plan
-    statistics.bytes_per_block[layer_idx] = plan.block_size * layer.bytes_per_token
+def _count(statistics: Statistics, layer_idx: int, layer: SparseLayer, selection: Selection) -> torch.Tensor:
+    """The layer's counters, for the kernel that adds this token to them: no host sync."""
+    statistics.bytes_per_block[layer_idx] = layer.plan.block_size * layer.bytes_per_token
     statistics.bytes_per_summary[layer_idx] = layer.bytes_per_summary
     statistics.selector_calls[layer_idx] += 1
-    scored = (token.last - plan.sink_blocks).clamp(min=0).sum() * free.shape[1]
-    attended = (selection.selected >= 0).sum()
-    if importance is None:
-        statistics.add(layer_idx, torch.stack([attended, scored]), None)
-        return free
-    statistics.ema[layer_idx] = layer.memory.ema
-    hit, chosen = kernels.slots_of(free, predicted) >= 0, free >= 0
-    hits, guesses = hit.sum(), (predicted >= 0).sum()
-    weight = importance.gather(2, free.long().clamp(min=0)).masked_fill(~chosen, 0.0).double()
-    counts = torch.stack([attended + guesses - hits, scored, hits, chosen.sum(), guesses])
-    # The paper's H (section 4.2): the share of a selection's score that was predicted, every prediction counting alike
-    total = weight.sum(dim=2)
-    asked = (total > 0) & (predicted >= 0).any(dim=2)
-    shares = torch.where(asked, (weight * hit).sum(dim=2) / total, 0.0)
-    statistics.add(layer_idx, counts, torch.stack([shares.sum(), asked.sum().double()]))
-    return ascending(free.masked_fill(hit, -1))
+    if layer.plan.predicted_blocks:
+        statistics.ema[layer_idx] = layer.memory.ema
+    return statistics.numbers(layer_idx, selection.free)

@@ -159,7 +159,7 @@ class SparseAttention:
         layer.keys, layer.values, layer.device, layer.is_initialized = key, value, key.device, True
         layer.length, layer.plan = tokens.length, plan
         if tokens.any_longer(tokens.length - 1, plan.fits):
-            layer.summarise(kernels, tokens.valid, tokens.start)
+            layer.summarise(kernels, tokens.on(key.device))
         for at in range(query.shape[2]):
             if not tokens.any_longer(begin + at, plan.fits):
                 continue

@@ -20,9 +20,12 @@ REPO_ID = "hf-sparse-prr/sparse-prr"
 VERSION = 1
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OPS = (
+    "append_states",
+    "ascending",
     "block_partials",
     "compress_keys",
     "ema_predict",
+    "ema_step",
     "ema_update",
     "gvr_topk",
     "infllm_scores",
@@ -30,7 +33,9 @@ OPS = (
     "normalise",
     "quest_scores",
     "repair_merge",
+    "select_blocks",
     "slots_of",
+    "tally",
     "update_summaries",
 )
 

@@ -11,6 +11,7 @@ from .config import LayerPlan
 from .mixed import check_states
 from .predictor import Memory
 from .selectors import SELECTORS, Columns, Summaries
+from .tokens import Grid
 
 
 def writes(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +112,7 @@ class SparseLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def summarise(self, kernels: Any, valid: torch.Tensor, start: torch.Tensor, column: int | None = None) -> None:
+    def summarise(self, kernels: Any, grid: Grid, column: int | None = None) -> None:
         """Bring the block summaries up to the last column, unless those that the query in `column` reads are.
 
         Blocks are scored only when they have left the local ones, so where a selector reads no others they are due once
@@ -129,7 +130,7 @@ class SparseLayer(CacheLayerMixin):
             more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2], self.plan)
             self.summaries = tuple(torch.cat(pair, dim=2) for pair in zip(self.summaries, more, strict=True))
         if self.summarised < self.length:
-            columns = Columns(self.keys, valid, start, self.summarised, self.length)
+            columns = Columns(self.keys, *grid, self.length - self.summarised)
             selector.summarise(kernels, self.summaries, columns, self.plan)
             self.summarised = self.length
 

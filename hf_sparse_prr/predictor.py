@@ -11,20 +11,24 @@ MIN_QUERIES = 8  # fewer don't calibrate
 
 class Prior(NamedTuple):
     """State before a decode token. level, trend: fp32 [B, H, N], NaN level where a block was never scored; None while
-    nothing is predicted. winners: int32 [B, H, K], the blocks the last token selected by score, -1 padded."""
+    nothing is predicted. winners: int32 [B, H, K], the blocks the last token selected by score, -1 padded.
+    early: int32 [B, H, F + P], what the token before this one expected it to attend to, forced blocks first; None where
+    there was none."""
 
     winners: torch.Tensor
     level: torch.Tensor | None = None
     trend: torch.Tensor | None = None
+    early: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Prior":
-        level, trend = (None if tensor is None else change(tensor) for tensor in (self.level, self.trend))
-        return Prior(change(self.winners), level, trend)
+        return Prior(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
 
     def ema_state(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(level, trend) over `blocks` blocks; those that are new to them have never been scored."""
         assert self.level is not None and self.trend is not None
         grown = (0, blocks - self.level.shape[2])
+        if grown[1] == 0:
+            return self.level, self.trend
         return (
             torch.nn.functional.pad(self.level, grown, value=float("nan")),
             torch.nn.functional.pad(self.trend, grown),

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from .config import LayerPlan, SparseConfig
     from .kernel_loader import Kernels
 
-_COUNTS = ("blocks_read", "summaries_read", "hits", "selected", "predicted")
-_SHARES = ("hit_shares", "guessed")
+_NUMBERS = ("blocks_read", "summaries_read", "hits", "selected", "predicted", "hit_shares", "guessed")  # as `tally`
 
 
 class TraceEntry(NamedTuple):
@@ -39,15 +38,17 @@ class Statistics:
         self.bytes_per_summary = [0] * layers
         self.ema: list[torch.Tensor | None] = [None] * layers
         self.trace: list[TraceEntry] = []
-        self._counts: list[torch.Tensor | None] = [None] * layers
-        self._weights: list[torch.Tensor | None] = [None] * layers
+        self._numbers: list[torch.Tensor | None] = [None] * layers
+        self._folded: list[list[torch.Tensor]] = [[] for _ in range(layers)]
 
-    def add(self, layer: int, counts: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """Add to a layer's counters: int64, the first of `_COUNTS`, and float64, all of `_SHARES`."""
-        for held, new in ((self._counts, counts), (self._weights, weights)):
-            old = held[layer]
-            if new is not None:
-                held[layer] = new if old is None else old + new
+    def numbers(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """A layer's counters, float64 [B, H, 7], for the kernel that adds to them. like: [B, H, ..]."""
+        held, shape = self._numbers[layer], (*like.shape[:2], len(_NUMBERS))
+        if held is None or held.shape != shape or held.device != like.device:
+            if held is not None:  # the batch changed
+                self._folded[layer] = [sum([*self._folded[layer], held.sum(dim=(0, 1))])]
+            held = self._numbers[layer] = torch.zeros(shape, dtype=torch.float64, device=like.device)
+        return held
 
     def crop_trace(self, steps: int) -> None:
         """Tokens at and past decode step `steps` were dropped."""
@@ -55,10 +56,11 @@ class Statistics:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Host numbers of one layer."""
-        values: dict[str, Any] = dict.fromkeys((*_COUNTS, *_SHARES), 0)
-        for names, held in ((_COUNTS, self._counts[index]), (_SHARES, self._weights[index])):
-            if held is not None:
-                values.update(zip(names, held.tolist(), strict=False))
+        values: dict[str, Any] = dict.fromkeys(_NUMBERS, 0)
+        held = self._numbers[index]
+        for row in [*self._folded[index], *([] if held is None else [held.sum(dim=(0, 1))])]:
+            for name, value in zip(_NUMBERS, row.tolist(), strict=True):
+                values[name] += value if name == "hit_shares" else int(value)
         return {
             "steps": self.steps,
             "selector_calls": self.selector_calls[index],

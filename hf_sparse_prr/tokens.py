@@ -6,7 +6,7 @@ Bits change only through `commit`, after everything that can be refused has been
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,14 @@ def read_mask(mask: Any, batch: int, begin: int, count: int, kv_length: int) -> 
     return allowed.any(dim=1)[:, :end], False
 
 
+class Grid(NamedTuple):
+    """valid: bool [B, T].  start, end: int64 [B], the columns where each row's tokens begin and where they end."""
+
+    valid: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+
+
 class Tokens:
     """The columns of a cache. `start` is each row's first real column, `length` when it has none yet.
 
@@ -96,6 +104,7 @@ class Tokens:
         self.length = 0
         self.valid = torch.zeros((0, 0), dtype=torch.bool)  # [B, capacity]; no rows: nothing came yet
         self.start = torch.zeros(0, dtype=torch.int64)
+        self.end = torch.zeros(0, dtype=torch.int64)  # [B], `length` on the device
         self.start_min: int = 0
         self.start_max: int | None = 0
         self.padded = False  # some column holds no token
@@ -141,6 +150,7 @@ class Tokens:
         if self.batch is None:
             self.valid = torch.zeros((batch, capacity), dtype=torch.bool, device=device)
             self.start = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.end = torch.zeros_like(self.start)
         elif self.valid.shape[1] < capacity:
             self.valid = torch.nn.functional.pad(self.valid, (0, capacity - self.valid.shape[1]))
         if step.validity is None:
@@ -149,6 +159,7 @@ class Tokens:
             self.valid[:, :end] = step.validity
             self.padded = not bool(step.validity.all())
         self.length = end
+        self.end += step.count
         self.shared.clear()
         if step.changed or self.start_max is None or (step.begin == 0 and step.validity is not None):
             self._find_start()
@@ -164,12 +175,13 @@ class Tokens:
         self.start_min = int(self.start.min())
         self.start_max = None if bool(empty.any()) else int(self.start.max())
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(valid, start) on a layer's device."""
+    def on(self, device: torch.device) -> Grid:
+        """Validity and bounds on a layer's device."""
+        grid = Grid(self.valid, self.start, self.end)
         if self.valid.device == device:
-            return self.valid, self.start
+            return grid
         if device not in self.shared:
-            self.shared[device] = (self.valid.to(device), self.start.to(device))
+            self.shared[device] = Grid(*(tensor.to(device) for tensor in grid))
         return self.shared[device]
 
     def crop(self, length: int) -> None:
@@ -177,6 +189,7 @@ class Tokens:
         if length >= self.length:
             return
         self.valid[:, length : self.length] = False
+        self.end -= self.length - length
         self.length = length
         self.shared.clear()
         if self.start_max is None or length <= self.start_max:
@@ -189,7 +202,7 @@ class Tokens:
         """Apply a change of the batch dimension."""
         if self.batch is None:
             return
-        self.valid, self.start = rows(self.valid), rows(self.start)
+        self.valid, self.start, self.end = rows(self.valid), rows(self.start), rows(self.end)
         self.shared.clear()
         self._find_start()
 

@@ -1,15 +1,21 @@
 """Write `build/` of a kernel repo: what is published to the Hub, one folder a variant.
 
-    python hub_kernels/build.py hub_kernels/sparse-prr
+    python hub_kernels/build.py hub_kernels/sparse-prr [--cuda]
 
-A pure Python and Triton repo needs no compiler: each backend of build.toml gets a copy of torch-ext/ with a
-metadata.json whose id names the version and a digest of the sources, so that two builds never share module names.
+Pure Python and Triton need no compiler: each backend of build.toml gets a copy of torch-ext/ with a metadata.json whose
+id names the version and a digest of the sources, so that two builds never share module names. `--cuda` adds a compiled
+variant for the CUDA of the running torch: it needs nvcc, a C++ compiler and Python's headers, no network.
 """
 
+import argparse
 import hashlib
 import json
+import os
+import platform
 import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -17,48 +23,116 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# What kernel-builder generates beside torch_binding.cpp: macros whose names it may use, over torch's and Python's.
+REGISTRATION = """\
+#pragma once
+#include <Python.h>
+#define STABLE_TORCH_LIBRARY_EXPAND(NAME, MODULE) STABLE_TORCH_LIBRARY(NAME, MODULE)
+#define STABLE_TORCH_LIBRARY_IMPL_EXPAND(NAME, DEVICE, MODULE) STABLE_TORCH_LIBRARY_IMPL(NAME, DEVICE, MODULE)
+#define REGISTER_EXTENSION(NAME) REGISTER_EXTENSION_(NAME)
+#define REGISTER_EXTENSION_(NAME)                                            \\
+  PyMODINIT_FUNC PyInit_##NAME() {                                           \\
+    static PyModuleDef module = {PyModuleDef_HEAD_INIT, #NAME, nullptr, -1}; \\
+    return PyModule_Create(&module);                                         \\
+  }
+"""
+OPS = "import torch\n\nfrom . import {id}\n\nops = torch.ops.{id}\n"
 
-def sources_of(package: Path) -> list[Path]:
+
+def sources_of(folder: Path) -> list[Path]:
     """The files that are published: sources and data, no metadata of another variant, no bytecode."""
     return sorted(
         path
-        for path in package.rglob("*")
+        for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.name != "metadata.json"
     )
 
 
-def build(repo: Path) -> list[Path]:
-    """Write every variant and return their folders. `build/` is replaced as a whole."""
-    general = tomllib.loads((repo / "build.toml").read_text())["general"]
-    package = repo / "torch-ext" / general["name"].replace("-", "_")
-    sources = sources_of(package)
+def digest_of(paths: list[Path], root: Path) -> str:
     digest = hashlib.sha256()
-    for path in sources:
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    for path in paths:
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def write_variant(variant: Path, package: Path, general: dict, backend: str, digest: str) -> str:
+    """Copy the package, describe it and return its id."""
+    for path in sources_of(package):
+        target = variant / path.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    metadata = {
+        "name": general["name"],
+        "id": f"_{package.name}_{backend}_{general['version']}_{digest}",
+        "version": general["version"],
+        "license": general["license"],
+        "python-depends": [],
+        # No "archs" where kernels are compiled: `get_kernel` would refuse the GPUs on which Triton runs instead.
+        "backend": {"type": backend},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    return metadata["id"]
+
+
+def compile_cuda(repo: Path, config: dict, variant: Path, name: str) -> None:
+    """Build NAME.abi3.so, and _ops.py that loads it, with torch's stable C interface and Python's limited one."""
+    from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
+
+    major, minor = config["torch"]["stable-abi"]["cuda"].split(".")
+    kernels = [kernel for kernel in config["kernel"].values() if kernel["backend"] == "cuda"]
+    sources = [path for part in (config["torch"], *kernels) for path in part["src"] if path.endswith((".cpp", ".cu"))]
+    capabilities = {entry.replace(".", "") for kernel in kernels for entry in kernel["cuda-capabilities"]}
+    generated = variant / "generated"
+    generated.mkdir()
+    (generated / "registration.h").write_text(REGISTRATION)
+    command = [
+        os.path.join(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else "nvcc",
+        *("-shared", "-std=c++17", "-O3", "--threads=0", "--cudart=shared", "-Xcompiler=-fPIC"),
+        *(f"-gencode=arch=compute_{entry},code=sm_{entry}" for entry in sorted(capabilities)),
+        *("-DCUDA_KERNEL", "-DUSE_CUDA", "-DPy_LIMITED_API=0x03090000", f"-DTORCH_EXTENSION_NAME={name}"),
+        f"-DTORCH_TARGET_VERSION={(int(major) << 56) | (int(minor) << 48)}ULL",
+        *(f"-I{path}" for path in [generated, *include_paths(), sysconfig.get_path("include")]),
+        *(str(repo / path) for path in sources),
+        *(f"-L{path}" for path in library_paths()),
+        *("-ltorch_cpu", "-ltorch_cuda"),
+        *("-o", str(variant / f"{name}.abi3.so")),
+    ]
+    subprocess.run(command, check=True)
+    shutil.rmtree(generated)
+    (variant / "_ops.py").write_text(OPS.format(id=name))
+
+
+def build(repo: Path, *, cuda: bool = False) -> list[Path]:
+    """Write every variant and return their folders. `build/` is replaced as a whole."""
+    config = tomllib.loads((repo / "build.toml").read_text())
+    general = config["general"]
+    package = repo / "torch-ext" / general["name"].replace("-", "_")
     new = repo / "build.new"
     shutil.rmtree(new, ignore_errors=True)
+    digest = digest_of(sources_of(package), package)
     for backend in general["backends"]:
-        variant = new / f"torch-{backend}"
-        for path in sources:
-            target = variant / path.relative_to(package)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-        metadata = {
-            "name": general["name"],
-            "id": f"_{package.name}_{backend}_{general['version']}_{digest.hexdigest()[:12]}",
-            "version": general["version"],
-            "license": general["license"],
-            "python-depends": [],
-            "backend": {"type": backend},
-        }
-        (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        write_variant(new / f"torch-{backend}", package, general, backend, digest)
+    if cuda:
+        import torch
+
+        native = [repo / path for part in (config["torch"], *config["kernel"].values()) for path in part["src"]]
+        digest = digest_of(sources_of(package) + native, repo)
+        framework = "torch-stable-abi" + config["torch"]["stable-abi"]["cuda"].replace(".", "")
+        toolkit = "cu" + torch.version.cuda.replace(".", "")
+        variant = new / f"{framework}-{toolkit}-{platform.machine()}-{platform.system().lower()}"
+        name = write_variant(variant, package, general, "cuda", digest)
+        compile_cuda(repo, config, variant, name)
     shutil.rmtree(repo / "build", ignore_errors=True)
     new.rename(repo / "build")
     return sorted((repo / "build").iterdir())
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "build.toml").is_file():
-        sys.exit("usage: python hub_kernels/build.py REPO, a folder with a build.toml")
-    for folder in build(Path(sys.argv[1])):
+    parser = argparse.ArgumentParser(description="Write build/ of a kernel repo.")
+    parser.add_argument("repo", type=Path, help="a folder with a build.toml")
+    parser.add_argument("--cuda", action="store_true", help="also compile the variant of the running torch")
+    arguments = parser.parse_args()
+    if not (arguments.repo / "build.toml").is_file():
+        parser.error(f"{arguments.repo}: expected a folder with a build.toml")
+    for folder in build(arguments.repo, cuda=arguments.cuda):
         print(folder)

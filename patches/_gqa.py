@@ -1,6 +1,8 @@
 """The forward that every grouped-query family shares: append, stock attention where it applies, sparse where rows
 outgrow their budget."""
 
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
+from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.interface import check_implementation
 from hf_sparse_prr.report import Statistics
@@ -104,7 +107,9 @@ class SparseGQA(_Attention):
                 if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
                     cache.check_settings(config)
                     mask = self._window_mask(attention_mask, cache, hidden_states)
-                    return super().forward(hidden_states, position_embeddings, mask, cache, **kwargs)
+                    gpu = on_gpu(self.config._attn_implementation, hidden_states.device)
+                    with without_cudnn() if gpu else nullcontext():
+                        return super().forward(hidden_states, position_embeddings, mask, cache, **kwargs)
                 query, key, value = self.project(hidden_states, position_embeddings)
                 step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
                 if self.layer_idx == cache.leader:
@@ -139,7 +144,7 @@ class SparseGQA(_Attention):
             allowed = mask == 0 if mask.is_floating_point() else mask.bool()
             if not torch.equal(allowed, window.expand_as(allowed)):
                 return mask
-        valid, _ = cache.tokens.on(hidden_states.device)
+        valid = cache.tokens.on(hidden_states.device).valid
         new = max(begin + count - cache.tokens.length, 0)
         known = torch.nn.functional.pad(valid[:, : cache.tokens.length], (0, new), value=True)
         return self._as_mask((window & known[:, None, offset : offset + length])[:, None], hidden_states.dtype)
@@ -159,14 +164,11 @@ class SparseGQA(_Attention):
         if keys.shape[2] > end:
             keys, values = keys[:, :, :end], values[:, :, :end]
             if isinstance(mask, torch.Tensor) and mask.dim() == 4:
-                mask = (
-                    None
-                    if step.count == 1 and not cache.tokens.padded and mask.dtype == torch.bool
-                    else mask[..., :end]
-                )
+                hides = cache.tokens.padded or step.dense_reason is not None
+                mask = mask[..., :end] if step.count > 1 or hides or mask.dtype != torch.bool else None
         unmasked = step.validity is None and step.dense_reason is None
         if unmasked and cache.tokens.padded and self.config._attn_implementation in ("eager", "sdpa"):
-            valid, _ = cache.tokens.on(keys.device)
+            valid = cache.tokens.on(keys.device).valid
             columns = torch.arange(end, device=keys.device)
             seen = (columns <= columns[step.begin :, None]) & valid[:, None, :end]
             mask = self._as_mask(seen[:, None], keys.dtype)
@@ -196,9 +198,11 @@ class SparseGQA(_Attention):
         if all_sparse and not wants_weights:
             output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[3]))
         else:
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation, self.modeling.eager_attention_forward
-            )
+            implementation = self.config._attn_implementation
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.modeling.eager_attention_forward)
+            if on_gpu(implementation, query.device):
+                causal = step.dense_reason is None and not cache.tokens.padded
+                attention = partial(gpu_attention, causal=causal)
             if hasattr(self, "sliding_window"):  # what Qwen's classes hand on; None in a layer of full attention
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attention(
@@ -236,7 +240,7 @@ class SparseGQA(_Attention):
             return
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)
-        layer.summarise(kernels, token.valid, token.start, column)
+        layer.summarise(kernels, tokens.on(query.device), column)
         if is_prompt:
             attended, blocks = prefill_token(layer, query, token, kernels, self.scaling)
         else:

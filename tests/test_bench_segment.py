@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
 
 
 def _worse_blocks(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda scores, k, **kwargs: real(-scores, k, **kwargs)
+    return lambda scores, forced, k, **kwargs: real(-scores, forced, k, **kwargs)
 
 
 def _louder(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def _ignores_old_partials(real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "op, lie, message",
     [
-        ("gvr_topk", _worse_blocks, r"selection of step 0: expected the forced blocks and the best .*, got \d+ others"),
+        ("select_blocks", _worse_blocks, r"selection of step 0: expected the forced blocks and the best .*, got \d+ others"),
         ("quest_scores", _louder, r"scores of step 0: expected within 2e-05 of its oracle, got 0\.01"),
         ("repair_merge", _louder, r"output of step 0: expected within 2e-05 of its oracle, got 0\.01"),
         ("repair_merge", _ignores_old_partials, r"PRR's output of step \d: expected the bits of serial .*, got a diff"),

@@ -7,14 +7,9 @@ import torch
 from models import SPARSE, greedy, left_pad, prompt, tiny_llama
 
 from hf_sparse_prr import patch_model
-from hf_sparse_prr.blocks import ascending, rope_blocks
+from hf_sparse_prr.blocks import rope_blocks
 
 pytestmark = pytest.mark.compat
-
-
-def test_ascending_puts_unused_slots_last():
-    blocks = torch.tensor([[[5, -1, 2], [-1, -1, 0]]], dtype=torch.int32)
-    assert ascending(blocks).tolist() == [[[2, 5, -1], [0, -1, -1]]]
 
 
 @pytest.mark.parametrize("start", [0, 13])
@@ -49,14 +44,15 @@ def test_no_hint_changes_what_is_generated(rope, speculate, monkeypatch):
     for hint in ("none", "previous", "predicted", "rope"):
         with patch_model(model, **SPARSE, hint=hint, speculate=speculate) as handle:
             module, hints = handle.kernels.module, []
-            original = module.gvr_topk
+            original = module.select_blocks
 
-            def spy(scores, k, *, hint=None, original=original, hints=hints, **kwargs):
+            def spy(scores, forced, k, *, hint=None, original=original, hints=hints, **kwargs):
                 hints.append(hint)
-                return original(scores, k, hint=hint, **kwargs)
+                return original(scores, forced, k, hint=hint, **kwargs)
 
-            monkeypatch.setattr(module, "gvr_topk", spy)
-            monkeypatch.setitem(original.__globals__, "buffer_size", lambda k: k)
+            monkeypatch.setattr(module, "select_blocks", spy)
+            topk = original.__wrapped__.__globals__["gvr_topk"].__globals__
+            monkeypatch.setitem(topk, "buffer_size", lambda k: k)
             out[hint] = greedy(model, ids, tokens=12, attention_mask=mask)
             seen[hint] = [given for given in hints if given is not None]
             monkeypatch.undo()

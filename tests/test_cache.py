@@ -11,6 +11,7 @@ from models import SPARSE, TOLERANCE, left_pad, prompt, tiny_llama
 from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, SparseConfig, patch_model
+from hf_sparse_prr.tokens import Grid
 
 pytestmark = pytest.mark.compat
 
@@ -130,13 +131,14 @@ def test_crop_recomputes_a_partly_dropped_block(model):
     forward(model, ids[:, :137], cache)
     for layer in cache.layers:
         layer.update(torch.full((1, 2, 3, 8), 1e4), torch.zeros(1, 2, 3, 8))
-        layer.summarise(handle.kernels.module, torch.ones(1, layer.capacity, dtype=torch.bool), torch.zeros(1).long())
+        grid = Grid(torch.ones(1, layer.capacity, dtype=torch.bool), torch.zeros(1).long(), torch.tensor([140]))
+        layer.summarise(handle.kernels.module, grid)
         layer.crop(-3)
     tail = prompt(40, seed=5)
     torch.testing.assert_close(decode(model, cache, tail), decode(model, clean, tail))
     for a, b in zip(cache.layers, clean.layers, strict=True):
         for layer in (a, b):
-            layer.summarise(handle.kernels.module, cache.tokens.valid, cache.tokens.start)
+            layer.summarise(handle.kernels.module, cache.tokens.on(layer.device))
         assert torch.equal(a.summaries[1][:, :, :11], b.summaries[1][:, :, :11])
 
 
@@ -268,13 +270,14 @@ def test_summaries_are_a_pure_function_of_what_they_cover(sequence, pad):
                 cache.batch_select_indices(torch.arange(batch)[number % batch :])
             elif verb == "copy":
                 cache = copy.deepcopy(cache)
-        valid, start = cache.tokens.valid, cache.tokens.start
+        grid = cache.tokens.on(cache.tokens.start.device)
+        start = grid.start
         assert cache.tokens.length == cache.get_seq_length(0) == cache.get_seq_length(1)
         for layer in cache.layers:
-            layer.summarise(kernels, valid, start)
+            layer.summarise(kernels, grid)
             held = [tensor.clone() for tensor in layer.summaries]
             layer.summarised, layer.summaries = 0, ()
-            layer.summarise(kernels, valid, start)
+            layer.summarise(kernels, grid)
             for row in range(len(start)):
                 blocks = -(-(layer.length - int(start[row])) // 16)
                 for old, new in zip(held, layer.summaries, strict=True):

@@ -78,7 +78,7 @@ def test_choice_and_state_equal_plain_loops():
         cache = prefill(model, ids, mask)
         for layer, plan in zip(cache.layers, handle.plans, strict=True):
             layer.plan = plan
-            layer.summarise(handle.kernels.module, cache.tokens.valid, cache.tokens.start)
+            layer.summarise(handle.kernels.module, cache.tokens.on(layer.device))
         scored = [
             prompt_scores(layer, cache.tokens.valid, cache.tokens.start, handle.kernels.module, 8**-0.5)
             for layer in cache.layers

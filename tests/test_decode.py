@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import hf_sparse_prr.decode as decode
 from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.bundled.reference import ascending
 
 pytestmark = pytest.mark.compat
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -37,9 +38,12 @@ def run(model, ids, steps=20, mask=None, **settings):
 
 @contextlib.contextmanager
 def predicting(monkeypatch, choose):
-    """Make every prediction what `choose(layer, token, heads)` returns."""
+    """Make every prediction what `choose(layer, token)` returns."""
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "predict", lambda layer, prior, token, *_: choose(layer, token))
+        early = lambda layer, prior, token, heads, *_: torch.cat(
+            [token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2
+        )
+        patch.setattr(decode, "early_blocks", early)
         yield
 
 
@@ -68,7 +72,7 @@ def test_prr_equals_serial_bitwise(what, dtype, monkeypatch):
             blocks = everything(layer, token)
             right = winners[token.step, index]
             wrong = blocks.masked_fill((blocks[..., None] == right[..., None, :]).any(-1), -1)
-            return decode.ascending(wrong)[..., :4]
+            return ascending(wrong)[..., :4]
 
         layers = []
         original = SparseCache.__init__

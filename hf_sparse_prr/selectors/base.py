@@ -12,17 +12,17 @@ Summaries = tuple[torch.Tensor, ...]
 
 
 class Columns(NamedTuple):
-    """K/V columns begin .. end - 1 are new; those before them are known.
+    """K/V columns end - count .. end - 1 are new; those before them are known.
 
     keys: [B, H, T, D], post-RoPE.  valid: bool [B, T].  start: [B], the column of each row's first real token, where
-    its block 0 begins.
+    its block 0 begins.  end: [B], on the device like the others.
     """
 
     keys: torch.Tensor
     valid: torch.Tensor
     start: torch.Tensor
-    begin: int
-    end: int
+    end: torch.Tensor
+    count: int
 
 
 class Scope(NamedTuple):

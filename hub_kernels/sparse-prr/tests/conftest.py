@@ -119,6 +119,10 @@ class Problem:
         """Blocks that the longest batch row has begun."""
         return max(0, -(-(self.end - int(self.start.min())) // self.block_size))
 
+    @property
+    def ends(self) -> torch.Tensor:
+        return torch.full((len(self.start),), self.end)
+
     def columns(self, row: int, block: int) -> list[int]:
         """Columns that the query of a batch row attends in one block."""
         if block < 0:
@@ -134,7 +138,7 @@ class Problem:
 
     def partials(self, blocks: torch.Tensor):
         inputs = (self.query, self.keys, self.values, self.valid, self.start)
-        return self.ops.block_partials(*inputs, blocks, self.end, scale=self.scale, block_size=self.block_size)
+        return self.ops.block_partials(*inputs, blocks, self.ends, scale=self.scale, block_size=self.block_size)
 
     def repair_merge(self, selected: torch.Tensor, predicted: torch.Tensor, partials=None) -> torch.Tensor:
         """Attention over `selected`; the partials of `predicted` are computed here unless given."""
@@ -142,7 +146,7 @@ class Problem:
         return self.ops.repair_merge(
             *inputs,
             selected,
-            self.end,
+            self.ends,
             predicted,
             self.partials(predicted) if partials is None else partials,
             scale=self.scale,

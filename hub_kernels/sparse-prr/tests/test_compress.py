@@ -15,6 +15,11 @@ INF, NAN = float("inf"), float("nan")
 UNTOUCHED = 77.0
 
 
+def at(end, keys):
+    """[B]: every row's new columns end there."""
+    return torch.full((keys.shape[0],), end)
+
+
 def empty(keys, block_size, stride=16, extra=0):
     """(means, filled) full of garbage, with room for every column."""
     batch, heads, columns, dim = keys.shape
@@ -26,7 +31,7 @@ def run(ops, keys, valid, start, block_size, chunks, window=32, stride=16):
     means, filled = empty(keys, block_size, stride)
     begin = 0
     for count in chunks:
-        ops.compress_keys(keys, valid, start, means, filled, begin, count, window=window, stride=stride)
+        ops.compress_keys(keys, valid, start, means, filled, at(begin + count, keys), count, window=window, stride=stride)
         begin += count
     return means, filled
 
@@ -105,7 +110,7 @@ def test_compress_keys_of_other_windows(ops, assert_close, window, stride):
 def test_compress_keys_refuses_a_window_that_is_no_multiple_of_the_stride(ops, window):
     keys, valid = torch.zeros(1, 1, 40, 2), torch.ones(1, 40, dtype=torch.bool)
     with pytest.raises(ValueError, match=rf"window: expected a positive multiple of stride=16, got {window}"):
-        ops.compress_keys(keys, valid, torch.tensor([0]), *empty(keys, 16), 0, 40, window=window, stride=16)
+        ops.compress_keys(keys, valid, torch.tensor([0]), *empty(keys, 16), at(40, keys), 40, window=window, stride=16)
 
 
 def test_compress_keys_of_a_block_never_hold_a_later_key(ops, assert_same_bits):
@@ -132,7 +137,7 @@ def test_compress_keys_after_crop_and_append_equals_one_pass(ops, assert_same_bi
     buffer[:, :, keep : keep + more] = new[:, :, keep : keep + more]
     buffer[:, :, keep + more :] = NAN
     valid[:, keep:] = torch.tensor(rng.random((2, 300 - keep)) < 0.8)
-    ops.compress_keys(buffer, valid, start, means, filled, keep, more, window=32, stride=16)
+    ops.compress_keys(buffer, valid, start, means, filled, at(keep + more, buffer), more, window=32, stride=16)
     expected = run(ops, buffer, valid, start, size, [keep + more])
     for row in range(2):
         live = -(-max(0, keep + more - int(start[row])) // size)
@@ -145,7 +150,7 @@ def test_compress_keys_does_not_touch_other_blocks_or_its_inputs(ops):
     start = torch.tensor([0, 8], dtype=torch.int32)
     means, filled = empty(keys, 32)
     copies = [x.clone() for x in (keys, valid, start)]
-    ops.compress_keys(keys, valid, start, means, filled, 64, 9, window=32, stride=16)  # columns 64 .. 72
+    ops.compress_keys(keys, valid, start, means, filled, at(73, keys), 9, window=32, stride=16)  # columns 64 .. 72
     touched = (means != UNTOUCHED).all(dim=-1).any(dim=-1).any(dim=1)
     assert [row.nonzero().flatten().tolist() for row in touched] == [[2], [1, 2]]
     for now, then in zip((keys, valid, start), copies, strict=True):
@@ -156,7 +161,7 @@ def test_compress_keys_does_not_touch_other_blocks_or_its_inputs(ops):
 def test_compress_keys_of_no_columns_changes_nothing(ops, count):
     keys, valid = torch.ones(1, 1, 64, 4), torch.ones(1, 64, dtype=torch.bool)
     means, filled = empty(keys, 16)
-    ops.compress_keys(keys, valid, torch.tensor([0]), means, filled, 20, count, window=32, stride=16)
+    ops.compress_keys(keys, valid, torch.tensor([0]), means, filled, at(20 + count, keys), count, window=32, stride=16)
     assert (means == UNTOUCHED).all()
     assert filled.all()
 
@@ -164,7 +169,7 @@ def test_compress_keys_of_no_columns_changes_nothing(ops, count):
 def test_compress_keys_row_that_has_not_begun_is_left_alone(ops):
     keys, valid = torch.full((2, 1, 128, 4), NAN), torch.ones(2, 128, dtype=torch.bool)
     means, filled = empty(keys, 16)
-    ops.compress_keys(keys, valid, torch.tensor([100, 128]), means, filled, 0, 100, window=32, stride=16)
+    ops.compress_keys(keys, valid, torch.tensor([100, 128]), means, filled, at(100, keys), 100, window=32, stride=16)
     assert (means == UNTOUCHED).all()
 
 
@@ -193,7 +198,7 @@ def test_compress_keys_takes_strided_keys_and_summaries(ops, assert_same_bits):
         assert not view.is_contiguous()
         means, filled = empty(keys, 32)
         wide = torch.cat([means, means], dim=-1)
-        ops.compress_keys(view, valid, start, wide[..., 8:], filled, 0, 90, window=32, stride=16)
+        ops.compress_keys(view, valid, start, wide[..., 8:], filled, at(90, view), 90, window=32, stride=16)
         for row, first in enumerate(start.tolist()):
             live = -(-(90 - first) // 32)
             assert_same_bits(wide[row, :, :live, :, 8:], expected[0][row, :, :live])

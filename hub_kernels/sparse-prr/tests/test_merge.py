@@ -103,6 +103,17 @@ def test_repair_merge_has_the_same_bits_for_any_prediction(
         assert_same_bits(problem.repair_merge(wider, predicted), serial)
 
 
+def test_repair_merge_needs_no_partials_of_nothing(ops, make_problem, assert_same_bits):
+    problem = make_problem(1)
+    selected = padded([[0, 2]] * 4, (2, 2), 3)
+    inputs = (problem.query, problem.keys, problem.values, problem.valid, problem.start, selected, problem.ends)
+    options = dict(scale=problem.scale, block_size=problem.block_size)
+    output = ops.repair_merge(*inputs, selected[:, :, :0], None, **options)
+    assert_same_bits(output, problem.repair_merge(selected, nothing(problem)))
+    with pytest.raises(ValueError, match=r"partials: expected those of 3 predicted blocks, got None"):
+        ops.repair_merge(*inputs, selected, None, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repair_merge_drops_wrong_partials_unread(ops, make_problem, assert_same_bits, dtype):
     """Blocks of P outside A are dropped, not multiplied by zero."""

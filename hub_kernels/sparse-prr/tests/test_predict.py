@@ -241,3 +241,32 @@ def test_ema_without_blocks(ops):
     nothing, ema = torch.zeros(2, 3, 0), torch.zeros(2, 3)
     assert ops.ema_predict(nothing, nothing, ema).shape == (2, 3, 0)
     assert all(x.shape == (2, 3, 0) for x in ops.ema_update(nothing, nothing, nothing, ema))
+
+
+# ---- ema_step
+
+
+@pytest.mark.parametrize("blocks", [1, 37, 1500])
+def test_ema_step_has_the_bits_of_its_three_parts(ops, assert_same_bits, blocks):
+    rng = np.random.default_rng(blocks)
+    scores, level, trend = (torch.tensor(rng.standard_normal((3, 2, blocks)), dtype=torch.float32) for _ in range(3))
+    for tensor, values in ((scores, (NAN, INF, -INF)), (level, (NAN,))):
+        for value in values:
+            tensor[torch.tensor(rng.random(tensor.shape) < 0.1)] = value
+    scores[0, 0], scores[0, 1], scores[1, 0, blocks // 2 :] = NAN, 3.0, 3e38
+    ema, last = torch.tensor(rng.random((3, 3)), dtype=torch.float32), torch.tensor([blocks, 0, blocks // 2])
+    step = ops.ema_step(scores, level, trend, ema, 1, last)
+    importance = ops.normalise(scores)
+    state = ops.ema_update(level, trend, importance, ema)
+    at = torch.arange(blocks)
+    outside = (at < 1) | (at >= last[:, None])
+    expected = ops.ema_predict(*state, ema).masked_fill(outside[:, None], NAN)
+    assert_same_bits(tuple(step), (*state, expected, importance))
+
+
+def test_ema_step_takes_views(ops, assert_same_bits):
+    rng = np.random.default_rng(0)
+    wide = torch.tensor(rng.standard_normal((2, 40, 3)), dtype=torch.float32)
+    scores, ema, last = wide.transpose(1, 2), torch.full((2, 3), 0.4), torch.tensor([40, 9])
+    plain = ops.ema_step(scores.contiguous(), scores.contiguous(), scores.contiguous(), ema, 0, last)
+    assert_same_bits(tuple(ops.ema_step(scores, scores, scores, ema, 0, last)), tuple(plain))

@@ -114,7 +114,7 @@ def test_quest_scores_bounds_every_key_of_update_summaries(ops, assert_close, dt
     query = torch.tensor(rng.standard_normal((2, 2, 4, 80)), dtype=dtype)
     lower, upper = torch.full((2, 2, 4, 80), NAN, dtype=dtype), torch.full((2, 2, 4, 80), NAN, dtype=dtype)
     valid, start = torch.ones(2, 64, dtype=torch.bool), torch.tensor([0, 0])
-    ops.update_summaries(keys, valid, start, lower, upper, 0, 64, 16)
+    ops.update_summaries(keys, valid, start, lower, upper, torch.full_like(start, 64), 64, 16)
     scores = ops.quest_scores(query, lower, upper, 0, torch.tensor([4, 4])).double()
     dots = torch.einsum("bhgd,bhnsd->bhns", query.double(), keys.view(2, 2, 4, 16, 80).double())
     assert (scores * (1 + 1e-5) >= dots.amax(dim=-1)).all()

@@ -15,6 +15,11 @@ INF, NAN = float("inf"), float("nan")
 UNTOUCHED = 77.0
 
 
+def at(end, keys):
+    """[B]: every row's new columns end there."""
+    return torch.full((keys.shape[0],), end)
+
+
 def make_keys(rng, batch, heads, columns, dim, dtype):
     keys = torch.tensor(rng.standard_normal((batch, heads, columns, dim)), dtype=dtype)
     keys[torch.tensor(rng.random(keys.shape) < 0.02)] = 0.0
@@ -31,7 +36,7 @@ def run(ops, keys, valid, start, block_size, chunks, poison=NAN):
     begin = 0
     for count in chunks:
         buffer[:, :, begin : begin + count] = keys[:, :, begin : begin + count]
-        ops.update_summaries(buffer, valid, start, lower, upper, begin, count, block_size)
+        ops.update_summaries(buffer, valid, start, lower, upper, at(begin + count, buffer), count, block_size)
         begin += count
     return lower, upper
 
@@ -132,7 +137,7 @@ def test_update_summaries_after_crop_and_append_equals_one_pass(ops, assert_same
     buffer[:, :, keep:end] = new[:, :, keep:end]
     buffer[:, :, end:] = NAN  # also what the dropped tokens left behind
     valid[:, keep:] = torch.tensor(rng.random((2, 150 - keep)) < 0.8)
-    ops.update_summaries(buffer, valid, start, lower, upper, keep, more, size)
+    ops.update_summaries(buffer, valid, start, lower, upper, at(keep + more, buffer), more, size)
 
     expected = run(ops, buffer, valid, start, size, [end])
     for b in range(2):
@@ -148,7 +153,7 @@ def test_update_summaries_does_not_touch_other_blocks_or_its_inputs(ops):
     start = torch.tensor([0, 8], dtype=torch.int32)
     lower, upper = torch.full((2, 2, 10, 3), UNTOUCHED), torch.full((2, 2, 10, 3), UNTOUCHED)
     copies = [x.clone() for x in (keys, valid, start)]
-    ops.update_summaries(keys, valid, start, lower, upper, 40, 9, 16)  # columns 40 .. 48
+    ops.update_summaries(keys, valid, start, lower, upper, at(49, keys), 9, 16)  # columns 40 .. 48
     for box in (lower, upper):
         assert (box != UNTOUCHED).all(dim=-1).any(dim=1)[0].nonzero().flatten().tolist() == [2, 3]
         assert (box != UNTOUCHED).all(dim=-1).any(dim=1)[1].nonzero().flatten().tolist() == [2]
@@ -160,7 +165,7 @@ def test_update_summaries_does_not_touch_other_blocks_or_its_inputs(ops):
 def test_update_summaries_of_no_columns_changes_nothing(ops, count):
     keys, valid = torch.ones(1, 1, 32, 4), torch.ones(1, 32, dtype=torch.bool)
     lower, upper = torch.full((1, 1, 3, 4), UNTOUCHED), torch.full((1, 1, 3, 4), UNTOUCHED)
-    ops.update_summaries(keys, valid, torch.tensor([0]), lower, upper, 20, count, 16)
+    ops.update_summaries(keys, valid, torch.tensor([0]), lower, upper, at(20 + count, keys), count, 16)
     assert (lower == UNTOUCHED).all()
     assert (upper == UNTOUCHED).all()
 
@@ -205,7 +210,7 @@ def test_update_summaries_row_that_has_not_begun_is_left_alone(ops, begin):
     start = torch.tensor([0, 64, 200])
     keys[1, :, :64], keys[2] = NAN, NAN
     lower, upper = torch.full((3, 1, 9, 4), UNTOUCHED), torch.full((3, 1, 9, 4), UNTOUCHED)
-    ops.update_summaries(keys, valid, start, lower, upper, begin, 70 - begin, 16)
+    ops.update_summaries(keys, valid, start, lower, upper, at(70, keys), 70 - begin, 16)
     assert (lower[1, 0, 0] == 1).all()
     assert (lower[1, 0, 1:] == UNTOUCHED).all()
     assert (lower[2] == UNTOUCHED).all()
@@ -217,7 +222,7 @@ def test_update_summaries_before_any_row_has_begun(ops):
     """A chunk of left-padded prompts may lie before every row's first real token."""
     keys, valid = torch.full((2, 2, 64, 4), NAN), torch.zeros(2, 64, dtype=torch.bool)
     lower, upper = torch.full((2, 2, 5, 4), UNTOUCHED), torch.full((2, 2, 5, 4), UNTOUCHED)
-    ops.update_summaries(keys, valid, torch.tensor([40, 50]), lower, upper, 0, 32, 16)
+    ops.update_summaries(keys, valid, torch.tensor([40, 50]), lower, upper, at(32, keys), 32, 16)
     assert (lower == UNTOUCHED).all()
     assert (upper == UNTOUCHED).all()
 
@@ -249,7 +254,7 @@ def test_update_summaries_takes_strided_keys_and_boxes(ops, assert_same_bits):
         wide = torch.full((2, 3, 5, 16), UNTOUCHED)
         lower, upper = wide[..., :8], wide[..., 8:]
         masks = valid.t().contiguous().t()
-        ops.update_summaries(view, masks, start.repeat_interleave(2)[::2], lower, upper, 0, 50, 16)
+        ops.update_summaries(view, masks, start.repeat_interleave(2)[::2], lower, upper, at(50, view), 50, 16)
         assert_same_bits((lower.clone(), upper.clone()), expected)
 
 
@@ -259,7 +264,7 @@ def test_update_summaries_takes_expanded_heads(ops, assert_same_bits):
     boxes = []
     for view in (keys, keys.contiguous()):
         lower, upper = torch.full((2, 3, 4, 4), UNTOUCHED), torch.full((2, 3, 4, 4), UNTOUCHED)
-        ops.update_summaries(view, valid, start, lower, upper, 0, 40, 16)
+        ops.update_summaries(view, valid, start, lower, upper, at(40, view), 40, 16)
         boxes.append((lower, upper))
     assert_same_bits(*boxes)
 

@@ -9,32 +9,49 @@ Shape letters, the same in every file:
     S tokens in a block   N blocks   K block ids in a list   W compressed keys in a block   R score row   M hints
 
 A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `start` being the column of the row's
-first real token. Block lists are int32, ascending, -1 in unused slots, which come last.
+first real token; `end` [B] is where its tokens end. Block lists are int32, ascending, -1 in unused slots, which come last.
 """
 
 import torch
 
 from . import dispatch, reference
-from .reference import Partials, TopKStats, ema_predict, ema_update, normalise, slots_of
+from .reference import (
+    EmaStep,
+    Partials,
+    TopKStats,
+    ascending,
+    ema_predict,
+    ema_update,
+    normalise,
+    slots_of,
+)
 
+append_states = dispatch.by_device(reference.append_states)
 block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
+ema_step = dispatch.by_device(reference.ema_step)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
 repair_merge = dispatch.by_device(reference.repair_merge)
+select_blocks = dispatch.by_device(reference.select_blocks)
+tally = dispatch.by_device(reference.tally)
 update_summaries = dispatch.by_device(reference.update_summaries)
 
 backend = "triton" if dispatch.HAS_TRITON and torch.cuda.is_available() else "reference"
 
 __all__ = [
+    "EmaStep",
     "Partials",
     "TopKStats",
+    "append_states",
+    "ascending",
     "backend",
     "block_partials",
     "compress_keys",
     "ema_predict",
+    "ema_step",
     "ema_update",
     "gvr_topk",
     "infllm_scores",
@@ -42,6 +59,8 @@ __all__ = [
     "normalise",
     "quest_scores",
     "repair_merge",
+    "select_blocks",
     "slots_of",
+    "tally",
     "update_summaries",
 ]

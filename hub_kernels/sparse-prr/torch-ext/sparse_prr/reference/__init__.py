@@ -1,22 +1,29 @@
 """Plain-torch references of every op: the definition of correct, and what runs where no kernel does."""
 
+from .append import append_states
 from .attend import Partials, block_partials
 from .compress import compress_keys
 from .merge import merge_partials, repair_merge, slots_of
-from .predict import ema_predict, ema_update, normalise
+from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
 from .score import infllm_scores, quest_scores
+from .select import ascending, select_blocks
 from .summary import update_summaries
+from .tally import tally
 from .topk import TopKStats, gvr_topk
 
 backend = "reference"
 
 __all__ = [
+    "EmaStep",
     "Partials",
     "TopKStats",
+    "append_states",
+    "ascending",
     "backend",
     "block_partials",
     "compress_keys",
     "ema_predict",
+    "ema_step",
     "ema_update",
     "gvr_topk",
     "infllm_scores",
@@ -24,6 +31,8 @@ __all__ = [
     "normalise",
     "quest_scores",
     "repair_merge",
+    "select_blocks",
     "slots_of",
+    "tally",
     "update_summaries",
 ]

@@ -49,7 +49,7 @@ def block_partials(
     valid: torch.Tensor,
     start: torch.Tensor,
     blocks: torch.Tensor,
-    end: int,
+    end: torch.Tensor,
     *,
     scale: float,
     block_size: int,
@@ -62,7 +62,7 @@ def block_partials(
     Args:
         query: [B, H, G, D].  keys, values: [B, H, T, D].  valid: [B, T] bool.  start: [B] integer.
         blocks: int32 [B, H, K], -1 = unused, in any order.
-        end: columns at or past it are not attended (the query's own column + 1).
+        end: [B] integer, columns at or past it are not attended (the query's own column + 1).
         scale: of the logits before the softmax.  block_size: S.
     """
     heads, dim = query.shape[1], query.shape[3]
@@ -74,7 +74,7 @@ def block_partials(
         block_size, device=keys.device
     )
     within = tokens.clamp(max=columns - 1)
-    attended = (tokens < end) & valid[row[:, None], within]
+    attended = (tokens < end.long()[row, None]) & valid[row[:, None], within]
     flat = ((row * heads + head)[:, None] * columns + within).flatten()
     shape = (-1, block_size, dim)
     block_keys = keys.reshape(-1, dim).index_select(0, flat).view(shape).float()

@@ -12,24 +12,25 @@ def compress_keys(
     start: torch.Tensor,
     means: torch.Tensor,
     filled: torch.Tensor,
-    begin: int,
+    end: torch.Tensor,
     count: int,
     *,
     window: int,
     stride: int,
 ) -> None:
-    """Recompute, in place, the windows of every block that holds one of the columns begin .. begin + count - 1.
+    """Recompute, in place, the windows of every block that holds one of the columns end - count .. end - 1.
 
     Windows of `window` tokens begin every `stride` tokens of a batch row. Block n holds the W windows that end in it:
     slot w covers the row's tokens n*S + (w+1)*stride - window .. n*S + (w+1)*stride - 1. A window is filled when it
-    begins at or after the row's first token, all its columns lie before begin + count, and one of them is valid; its
+    begins at or after the row's first token, all its columns lie before `end`, and one of them is valid; its
     mean is over the valid ones. The others get mean 0. A block is recomputed whole, so the result is the same however
     the tokens arrived. A NaN key makes its channel NaN in the windows that hold it.
 
     Args:
         keys: [B, H, T, D], post-RoPE.  valid: [B, T] bool.  start: [B] integer, first real column of each row.
         means: [B, H, N, W, D] in the dtype of keys, written.  filled: bool [B, H, N, W], written.
-        begin, count: columns that are new.  window: a multiple of stride.  S = W * stride.
+        end: [B] integer, and count: each row's new columns, end - count .. end - 1.  window: a multiple of stride.
+            S = W * stride.
 
     Raises:
         ValueError: `window` is not a positive multiple of `stride`.
@@ -40,14 +41,14 @@ def compress_keys(
         return
     _, heads, columns, dim = keys.shape
     windows = means.shape[3]
-    end, start = begin + count, start.long()
-    rows, ids = touched_blocks(start, begin, count, windows * stride)
+    end, start = end.long(), start.long()
+    rows, ids = touched_blocks(start, end, count, windows * stride)
     pieces = window // stride  # pieces of `stride` tokens in a window; neighbouring windows share them
     lead = window - stride
     first = start[rows] + ids * windows * stride - lead
     tokens = first[:, None] + torch.arange(lead + windows * stride, device=keys.device)
     within = tokens.clamp(0, columns - 1)
-    counted = (tokens >= start[rows][:, None]) & (tokens < end) & valid[rows[:, None], within]
+    counted = (tokens >= start[rows][:, None]) & (tokens < end[rows, None]) & valid[rows[:, None], within]
     planes = rows[:, None] * heads + torch.arange(heads, device=keys.device)
     flat = planes[..., None] * columns + within[:, None]
     gathered = keys.reshape(-1, dim).index_select(0, flat.flatten()).view(*flat.shape, dim).float()
@@ -59,7 +60,7 @@ def compress_keys(
         total = total + sums[:, :, piece : piece + windows]
         tokens_in = tokens_in + counts[:, piece : piece + windows]
     begins = first[:, None] + torch.arange(windows, device=keys.device) * stride
-    complete = (begins >= start[rows][:, None]) & (begins + window <= end) & (tokens_in > 0)
+    complete = (begins >= start[rows][:, None]) & (begins + window <= end[rows, None]) & (tokens_in > 0)
     mean = total / tokens_in.clamp(min=1)[:, None, :, None]
     means[rows, :, ids] = mean.masked_fill(~complete[:, None, :, None], 0.0).to(means.dtype)
     filled[rows, :, ids] = complete[:, None].expand(-1, heads, -1)

@@ -29,6 +29,12 @@ def slots_of(blocks: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return torch.where(equal.any(dim=-1), equal.to(torch.int8).argmax(dim=-1), -1)
 
 
+def check_partials(predicted: torch.Tensor, partials: Partials | None) -> None:
+    """ValueError where blocks were predicted and nothing was computed."""
+    if partials is None and predicted.shape[2]:
+        raise ValueError(f"partials: expected those of {predicted.shape[2]} predicted blocks, got None")
+
+
 def repair_merge(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -36,9 +42,9 @@ def repair_merge(
     valid: torch.Tensor,
     start: torch.Tensor,
     selected: torch.Tensor,
-    end: int,
+    end: torch.Tensor,
     predicted: torch.Tensor,
-    partials: Partials,
+    partials: Partials | None,
     *,
     scale: float,
     block_size: int,
@@ -49,7 +55,7 @@ def repair_merge(
 
     Args:
         query .. end: as in `block_partials`.  selected: int32 [B, H, K], ascending, -1 last.
-        predicted: int32 [B, H, J] and `partials` over it; J may be 0.
+        predicted: int32 [B, H, J], in any order, and `partials` over it; J may be 0, and without `partials` has to be.
 
     Returns:
         fp32 [B, H, G, D].
@@ -58,7 +64,8 @@ def repair_merge(
     def attend(blocks: torch.Tensor) -> Partials:
         return block_partials(query, keys, values, valid, start, blocks, end, scale=scale, block_size=block_size)
 
-    if predicted.shape[2] == 0:
+    check_partials(predicted, partials)
+    if partials is None:
         return merge_partials(attend(selected))
     slot = slots_of(selected, predicted)
     missing = selected.masked_fill(slot >= 0, -1)

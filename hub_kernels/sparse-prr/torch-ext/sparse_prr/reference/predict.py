@@ -3,6 +3,8 @@
 `level` and `trend` are [B, H, N]; level is NaN for a block that was never scored. `ema` is [B, 3]: alpha, beta, gamma.
 """
 
+from typing import NamedTuple
+
 import torch
 
 
@@ -47,3 +49,28 @@ def ema_update(
         torch.where(seen, torch.where(new, importance, moved_level), level),
         torch.where(seen, torch.where(new, 0.0, moved_trend), trend),
     )
+
+
+class EmaStep(NamedTuple):
+    """State after a token, and what it expects of the next: level, trend, expected, importance, fp32 [B, H, N]."""
+
+    level: torch.Tensor
+    trend: torch.Tensor
+    expected: torch.Tensor
+    importance: torch.Tensor
+
+
+def ema_step(
+    scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, first: int, last: torch.Tensor
+) -> EmaStep:
+    """`normalise`, `ema_update` and `ema_predict` in one: what a decode step does off the critical path.
+
+    Args:
+        scores: fp32 [B, H, N].  level, trend: the state before.  ema: fp32 [B, 3].
+        first, last: `expected` is NaN but for the blocks first .. last - 1 of each row; last: [B] integer.
+    """
+    importance = normalise(scores)
+    level, trend = ema_update(level, trend, importance, ema)
+    blocks = torch.arange(scores.shape[2], device=scores.device)
+    selectable = (blocks >= first) & (blocks < last[:, None])
+    return EmaStep(level, trend, ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan")), importance)

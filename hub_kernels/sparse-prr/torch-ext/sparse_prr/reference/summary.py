@@ -8,10 +8,12 @@ def straddled(count: int, block_size: int) -> int:
     return (count + block_size - 2) // block_size + 1
 
 
-def touched_blocks(start: torch.Tensor, begin: int, count: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, block ids) of the blocks that hold one of the columns begin .. begin + count - 1. start: int64 [B]."""
-    first = (begin - start).clamp(min=0) // block_size
-    last = (begin + count - 1 - start).div(block_size, rounding_mode="floor")
+def touched_blocks(
+    start: torch.Tensor, end: torch.Tensor, count: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, block ids) of the blocks that hold one of the columns end - count .. end - 1. start, end: int64 [B]."""
+    first = (end - count - start).clamp(min=0) // block_size
+    last = (end - 1 - start).div(block_size, rounding_mode="floor")
     blocks = first[:, None] + torch.arange(straddled(count, block_size), device=start.device)
     rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
     return rows, blocks[rows, slots]
@@ -23,29 +25,29 @@ def update_summaries(
     start: torch.Tensor,
     lower: torch.Tensor,
     upper: torch.Tensor,
-    begin: int,
+    end: torch.Tensor,
     count: int,
     block_size: int,
 ) -> None:
-    """Recompute, in place, the summary of every block that holds one of the columns begin .. begin + count - 1.
+    """Recompute, in place, the summary of every block that holds one of the columns end - count .. end - 1.
 
-    A block is recomputed whole, from its valid tokens before column begin + count, so the result is the same however
+    A block is recomputed whole, from its valid tokens before column `end`, so the result is the same however
     the tokens arrived: at once, in chunks, one by one, or again after a crop. Blocks without a valid token get
     lower = +inf > upper = -inf. A NaN key makes its channel NaN.
 
     Args:
         keys: [B, H, T, D], post-RoPE.  valid: [B, T] bool.  start: [B] integer, first real column of each row.
-        lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column begin + count - 1.
-        begin, count: columns that are new.  block_size: S.
+        lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column end - 1.
+        end: [B] integer, and count: each row's new columns, end - count .. end - 1.  block_size: S.
     """
     _, heads, columns, _ = keys.shape
     if count <= 0:
         return
-    end, start = begin + count, start.long()
-    rows, ids = touched_blocks(start, begin, count, block_size)
+    end, start = end.long(), start.long()
+    rows, ids = touched_blocks(start, end, count, block_size)
     tokens = (start[rows] + ids * block_size)[:, None] + torch.arange(block_size, device=keys.device)
     within = tokens.clamp(max=columns - 1)
-    counted = ((tokens < end) & valid[rows[:, None], within])[:, None, :, None]
+    counted = ((tokens < end[rows, None]) & valid[rows[:, None], within])[:, None, :, None]
     planes = rows[:, None] * heads + torch.arange(heads, device=keys.device)
     flat = planes[..., None] * columns + within[:, None]
     gathered = keys.reshape(-1, keys.shape[-1]).index_select(0, flat.flatten()).view(*flat.shape, keys.shape[-1])

@@ -3,19 +3,26 @@
 Every kernel reads strides, so views cost no copy, and offsets are 64-bit. Nothing here reads the device from the host.
 """
 
+from .append import append_states
 from .attend import block_partials
 from .merge import merge_partials, repair_merge
+from .predict import ema_step
 from .score import infllm_scores, quest_scores
 from .summary import compress_keys, update_summaries
-from .topk import gvr_topk
+from .tally import tally
+from .topk import gvr_topk, select_blocks
 
 __all__ = [
+    "append_states",
     "block_partials",
     "compress_keys",
+    "ema_step",
     "gvr_topk",
     "infllm_scores",
     "merge_partials",
     "quest_scores",
     "repair_merge",
+    "select_blocks",
+    "tally",
     "update_summaries",
 ]

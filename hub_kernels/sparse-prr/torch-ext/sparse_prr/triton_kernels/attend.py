@@ -5,16 +5,18 @@ import triton
 import triton.language as tl
 
 from ..reference.attend import LOG2_E, Partials
+from .launch import options, wait_for_previous
 from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
 
 
 @triton.jit
 def _partials(
-    query, keys, values, valid, start, blocks, output, peak, total,
-    end, columns, K, H, scale,
-    q_b, q_h, q_g, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, m_b, m_t, b_b, b_h, b_k, s_b,
+    query, keys, values, valid, start, end, blocks, output, peak, total, columns, K, H, scale,
+    q_b, q_h, q_g, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, m_b, m_t, b_b, b_h, b_k, s_b, e_b,
     G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, ST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     slot, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.load(blocks + b * b_b + h * b_h + slot * b_k).to(tl.int64)
     at = (b * H + h) * K + slot
@@ -23,9 +25,9 @@ def _partials(
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
     else:
         q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
-        first = tl.load(start + b * s_b).to(tl.int64) + block * S
+        first, limit = tl.load(start + b * s_b).to(tl.int64) + block * S, tl.load(end + b * e_b).to(tl.int64)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, end, columns,
+            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, limit, columns,
             k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
@@ -45,7 +47,7 @@ def block_partials(
     valid: torch.Tensor,
     start: torch.Tensor,
     blocks: torch.Tensor,
-    end: int,
+    end: torch.Tensor,
     *,
     scale: float,
     block_size: int,
@@ -58,10 +60,9 @@ def block_partials(
         return partials
     valid = valid.view(torch.uint8)
     _partials[(slots, heads, batch)](
-        query, keys, values, valid, start, blocks, *partials,
-        end, keys.shape[2], slots, heads, scale * LOG2_E,
+        query, keys, values, valid, start, end, blocks, *partials, keys.shape[2], slots, heads, scale * LOG2_E,
         *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *blocks.stride(), *start.stride(),
-        G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
-        ST=part_of(block_size, dim, keys.element_size()), num_warps=WARPS,
+        *end.stride(), G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
+        ST=part_of(block_size, dim, keys.element_size()), **options(query, num_warps=WARPS),
     )  # fmt: skip
     return partials

@@ -5,25 +5,29 @@ import triton
 import triton.language as tl
 
 from ..reference.attend import LOG2_E, Partials
-from .attend import empty_partials
+from ..reference.merge import check_partials
+from .attend import block_partials, empty_partials
+from .launch import options, wait_for_previous
 from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
 
-_TAKE = 32  # ranks that are added at a time
+_TAKE = 64  # ranks that are added at a time
+_SLICE = 32  # channels of a merging program
+_UNROLLED = 512  # ranks up to which every load is in flight at once
 
 
 @triton.jit
 def _repair(
-    query, keys, values, valid, start, selected, predicted, slots, output, peak, total,
-    end, columns, K, J, H, scale,
-    q_b, q_h, q_g, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, m_b, m_t, s_b,
+    query, keys, values, valid, start, end, selected, predicted, slots, output, peak, total, columns, K, J, H, scale,
+    q_b, q_h, q_g, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, m_b, m_t, s_b, e_b,
     a_b, a_h, a_k, p_b, p_h, p_k,
     G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
-    ST: tl.constexpr, JP: tl.constexpr,
+    ST: tl.constexpr, JP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One rank of the selection: where its partials are, and if nowhere, compute them.
 
     slots int32 [B, H, K]: the slot of the prediction that holds the block, -1 if it was computed here, -2 if unused.
     """
+    wait_for_previous(PDL)
     rank, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.load(selected + b * a_b + h * a_h + rank * a_k).to(tl.int64)
     j = tl.arange(0, JP)
@@ -33,72 +37,103 @@ def _repair(
     tl.store(slots + at, tl.where(block < 0, -2, slot))
     if (block >= 0) & (slot < 0):
         q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
-        first = tl.load(start + b * s_b).to(tl.int64) + block * S
+        first, limit = tl.load(start + b * s_b).to(tl.int64) + block * S, tl.load(end + b * e_b).to(tl.int64)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, end, columns,
+            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, limit, columns,
             k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
 
 
 @triton.jit
-def _pick(slot, held, fresh, row_held, row_fresh, offset, other, in_range):
+def _pick(slot, held, fresh, row_held, row_fresh, offset, other, in_range, HELD: tl.constexpr):
     """Of each rank, from the prediction's partials or from the fresh ones; `other` where the rank is unused."""
-    a = tl.load(held + row_held + offset, mask=in_range & (slot >= 0), other=0.0)
-    b = tl.load(fresh + row_fresh + offset, mask=in_range & (slot == -1), other=0.0)
-    return tl.where(slot >= 0, a, tl.where(slot == -1, b, other))
+    result = tl.load(fresh + row_fresh + offset, mask=in_range & (slot == -1), other=other)
+    if HELD:
+        result = tl.where(slot >= 0, tl.load(held + row_held + offset, mask=in_range & (slot >= 0), other=0.0), result)
+    return result
+
+
+@triton.jit
+def _ranks(slots, head, begin, g, K, J, G: tl.constexpr, TAKE: tl.constexpr, HELD: tl.constexpr):
+    """Of TAKE ranks: which exist, their slots, and the rows of held and fresh partials they may stand in."""
+    r = begin + tl.arange(0, TAKE)
+    slot = tl.full([TAKE], -1, tl.int32)  # without a prediction the fresh partials hold every rank, used or not
+    if HELD:
+        slot = tl.load(slots + head * K + r, mask=r < K, other=-2)
+    return r < K, slot, (head * J + slot) * G + g, (head * K + r) * G + g
+
+
+@triton.jit
+def _add_ranks(
+    total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d, K, J,
+    G: tl.constexpr, D: tl.constexpr, TAKE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    there, slot, held, fresh = _ranks(slots, head, begin, g, K, J, G, TAKE, HELD)
+    weight = tl.exp2(_pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD) - top)
+    inside = there[:, None] & (d < D)[None, :]
+    o = _pick(slot[:, None], held_o, fresh_o, (held * D)[:, None], (fresh * D)[:, None], d[None, :], 0.0, inside, HELD)
+    total += tl.sum(weight * _pick(slot, held_l, fresh_l, held, fresh, 0, 0.0, there, HELD), axis=0)
+    return total, mixed + tl.sum(weight[:, None] * o, axis=0)
 
 
 @triton.jit
 def _merge(
     slots, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, result, K, J, H,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TAKE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, TAKE: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Canon(A) of one query head. TAKE ranks are added at a time, so unused ranks at the end change nothing, nor does
-    their number."""
-    g, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = b * H + h
-    d, k = tl.arange(0, DP), tl.arange(0, TAKE)
-    top = tl.full([], float("-inf"), tl.float32)
-    for begin in range(0, K, TAKE):
-        r = begin + k
-        slot = tl.load(slots + head * K + r, mask=r < K, other=-2)
-        held, fresh = (head * J + slot) * G + g, (head * K + r) * G + g
-        top = tl.maximum(top, tl.max(_pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), r < K), axis=0))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    mixed, total = tl.zeros([DP], tl.float32), tl.full([], 0.0, tl.float32)
-    for begin in range(0, K, TAKE):
-        r = begin + k
-        slot = tl.load(slots + head * K + r, mask=r < K, other=-2)
-        held, fresh = (head * J + slot) * G + g, (head * K + r) * G + g
-        weight = tl.exp2(_pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), r < K) - top)
-        total += tl.sum(weight * _pick(slot, held_l, fresh_l, held, fresh, 0, 0.0, r < K), axis=0)
-        inside = (r < K)[:, None] & (d < D)[None, :]
-        o = _pick(slot[:, None], held_o, fresh_o, (held * D)[:, None], (fresh * D)[:, None], d[None, :], 0.0, inside)
-        mixed += tl.sum(weight[:, None] * o, axis=0)
-    out = tl.where(total == 0, 0.0, tl.div_rn(mixed, total + tl.zeros([DP], tl.float32)))
+    """Canon(A) of DS channels of one query head. TAKE ranks are added at a time, so unused ranks at the end change
+    nothing, nor does their number."""
+    wait_for_previous(PDL)
+    g, h, b = tl.program_id(0) % G, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head, d = b * H + h, (tl.program_id(0) // G) * DS + tl.arange(0, DS)
+    peaks = tl.full([TAKE], float("-inf"), tl.float32)
+    total, mixed = tl.full([], 0.0, tl.float32), tl.zeros([DS], tl.float32)
+    if STEPS > 0:  # the number of steps is known: all loads are in flight at once
+        for step in tl.static_range(STEPS):
+            there, slot, held, fresh = _ranks(slots, head, step * TAKE, g, K, J, G, TAKE, HELD)
+            peaks = tl.maximum(peaks, _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD))
+        top = tl.max(peaks, axis=0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        for step in tl.static_range(STEPS):
+            total, mixed = _add_ranks(
+                total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, step * TAKE, g, d,
+                K, J, G, D, TAKE, HELD,
+            )  # fmt: skip
+    else:
+        for begin in range(0, K, TAKE):
+            there, slot, held, fresh = _ranks(slots, head, begin, g, K, J, G, TAKE, HELD)
+            peaks = tl.maximum(peaks, _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD))
+        top = tl.max(peaks, axis=0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        for begin in range(0, K, TAKE):
+            total, mixed = _add_ranks(
+                total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d,
+                K, J, G, D, TAKE, HELD,
+            )  # fmt: skip
+    out = tl.where(total == 0, 0.0, tl.div_rn(mixed, total + tl.zeros([DS], tl.float32)))
     tl.store(result + (head * G + g) * D + d, out, mask=d < D)
 
 
-def _merged(query: torch.Tensor, slots: torch.Tensor, held: Partials, fresh: Partials) -> torch.Tensor:
-    batch, heads, group, dim = query.shape
-    result = query.new_empty(query.shape, dtype=torch.float32)
-    _merge[(group, heads, batch)](
-        slots, *held, *fresh, result, slots.shape[2], held.peak.shape[2], heads,
-        G=group, D=dim, DP=padded(dim), TAKE=_TAKE, num_warps=WARPS,
+def _merged(slots: torch.Tensor | None, held: Partials, fresh: Partials) -> torch.Tensor:
+    batch, heads, ranks, group, dim = fresh.output.shape
+    result = fresh.output.new_empty((batch, heads, group, dim))
+    _merge[(group * triton.cdiv(dim, _SLICE), heads, batch)](
+        fresh.peak if slots is None else slots, *held, *fresh, result, ranks, held.peak.shape[2], heads,
+        G=group, D=dim, DS=_SLICE, TAKE=_TAKE, STEPS=triton.cdiv(ranks, _TAKE) if ranks <= _UNROLLED else 0,
+        HELD=slots is not None, **options(result, num_warps=WARPS),
     )  # fmt: skip
     return result
 
 
 def merge_partials(partials: Partials) -> torch.Tensor:
-    """As the reference; partials are contiguous."""
+    """As the reference. One program for 32 channels of a query head."""
     batch, heads, ranks, group, dim = partials.output.shape
-    query = partials.output.new_empty((batch, heads, group, dim))
-    if ranks == 0 or query.numel() == 0:
-        return torch.zeros_like(query)
+    if ranks == 0 or partials.output.numel() == 0:
+        return partials.output.new_zeros((batch, heads, group, dim))
     partials = Partials(*(part.contiguous() for part in partials))
-    slots = torch.full((batch, heads, ranks), -1, dtype=torch.int32, device=query.device)
-    return _merged(query, slots, partials, partials)
+    return _merged(None, partials, partials)
 
 
 def repair_merge(
@@ -108,30 +143,32 @@ def repair_merge(
     valid: torch.Tensor,
     start: torch.Tensor,
     selected: torch.Tensor,
-    end: int,
+    end: torch.Tensor,
     predicted: torch.Tensor,
-    partials: Partials,
+    partials: Partials | None,
     *,
     scale: float,
     block_size: int,
 ) -> torch.Tensor:
-    """As the reference. Two kernels: a program a rank and KV head, then one a query head, which beat a last-arriving
-    program that merges (10.3 us against 20 at Llama's shape, 7.5 against 31 at GLM's)."""
+    """As the reference. Two kernels: a program a rank and KV head, then the merge, which beat a last-arriving program
+    that merges (10.3 us against 20 at Llama's shape, 7.5 against 31 at GLM's)."""
     batch, heads, group, dim = query.shape
     ranks, guesses = selected.shape[2], predicted.shape[2]
+    check_partials(predicted, partials)
     if ranks == 0 or query.numel() == 0:
         return query.new_zeros(query.shape, dtype=torch.float32)
+    if partials is None or guesses == 0:
+        fresh = block_partials(query, keys, values, valid, start, selected, end, scale=scale, block_size=block_size)
+        return _merged(None, fresh, fresh)
     partials, fresh = Partials(*(part.contiguous() for part in partials)), empty_partials(query, ranks)
-    if guesses == 0:
-        predicted, partials = selected[:, :, :1], fresh  # nothing is looked up: J is 0
     slots = torch.empty((batch, heads, ranks), dtype=torch.int32, device=query.device)
     valid = valid.view(torch.uint8)
     _repair[(ranks, heads, batch)](
-        query, keys, values, valid, start, selected, predicted, slots, *fresh,
-        end, keys.shape[2], ranks, guesses, heads, scale * LOG2_E,
-        *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *start.stride(),
+        query, keys, values, valid, start, end, selected, predicted, slots, *fresh,
+        keys.shape[2], ranks, guesses, heads, scale * LOG2_E,
+        *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *start.stride(), *end.stride(),
         *selected.stride(), *predicted.stride(),
         G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
-        ST=part_of(block_size, dim, keys.element_size()), JP=padded(guesses), num_warps=WARPS,
+        ST=part_of(block_size, dim, keys.element_size()), JP=padded(guesses), **options(query, num_warps=WARPS),
     )  # fmt: skip
-    return _merged(query, slots, partials, fresh)
+    return _merged(slots, partials, fresh)

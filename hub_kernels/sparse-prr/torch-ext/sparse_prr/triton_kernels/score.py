@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from ..reference.score import GROUPS
+from .launch import options, wait_for_previous
 from .tile import padded
 
 _BLOCKS = 32  # a program's blocks; a multiple of every number of windows in a block
@@ -15,7 +16,9 @@ def _quest(
     query, lower, upper, last, scores, first, N,
     q_b, q_h, q_g, q_d, l_b, l_h, l_n, l_d, u_b, u_h, u_n, u_d, e_b,
     H, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, DP)
     end = tl.load(last + b * e_b).to(tl.int64)
@@ -69,7 +72,8 @@ def quest_scores(
     _quest[(triton.cdiv(blocks, _BLOCKS), heads, batch)](
         query, lower, upper, last, scores, first, blocks,
         *query.stride(), *lower.stride(), *upper.stride(), *last.stride(),
-        heads, G=heads_of_group, D=dim, DP=padded(dim), BN=_BLOCKS, MAX=group == "max", num_warps=4,
+        heads, G=heads_of_group, D=dim, DP=padded(dim), BN=_BLOCKS, MAX=group == "max",
+        **options(query, num_warps=4),
     )  # fmt: skip
     return scores
 
@@ -79,11 +83,13 @@ def _window_logits(
     query, means, filled, length, logits, peaks, totals, N, tiles, scale, stride,
     q_b, q_h, q_g, q_d, c_b, c_h, c_n, c_w, c_d, f_b, f_h, f_n, f_w, t_b,
     H, G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of BW windows; and of each query head the maximum and the sum of what is finite in them.
 
     logits: -inf for a window that isn't visible, NaN for one that spoils its block.
     """
+    wait_for_previous(PDL)
     tile, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     w = tile * BW + tl.arange(0, BW)
     g, d = tl.arange(0, GP), tl.arange(0, DP)
@@ -117,9 +123,10 @@ def _window_logits(
 @triton.jit
 def _window_shares(
     logits, peaks, totals, last, scores, first, N, tiles, e_b, H,
-    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, TP: tl.constexpr,
+    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores of BN blocks from the logits of their windows, under the softmax of the whole row."""
+    wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     n, slot, t = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, W), tl.arange(0, TP)
     inside = n < N
@@ -169,10 +176,11 @@ def infllm_scores(
     _window_logits[(tiles, heads, batch)](
         query, means, filled, length, logits, peaks, totals, blocks, tiles, scale, stride,
         *query.stride(), *means.stride(), *filled.stride(), *length.stride(),
-        heads, G=group, D=dim, GP=padded(group), DP=padded(dim), W=windows, BW=width, num_warps=4,
+        heads, G=group, D=dim, GP=padded(group), DP=padded(dim), W=windows, BW=width,
+        **options(query, num_warps=4),
     )  # fmt: skip
     _window_shares[(triton.cdiv(blocks, _BLOCKS), heads, batch)](
         logits, peaks, totals, last, scores, first, blocks, tiles, *last.stride(), heads,
-        G=group, W=windows, BN=_BLOCKS, TP=padded(tiles), num_warps=4,
+        G=group, W=windows, BN=_BLOCKS, TP=padded(tiles), **options(query, num_warps=4),
     )  # fmt: skip
     return scores

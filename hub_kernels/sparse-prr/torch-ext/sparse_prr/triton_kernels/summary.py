@@ -5,21 +5,23 @@ import triton
 import triton.language as tl
 
 from ..reference.summary import straddled
+from .launch import options, wait_for_previous
 from .tile import padded
 
 
 @triton.jit
 def _boxes(
-    keys, valid, start, lower, upper, begin, end, columns,
-    k_b, k_h, k_t, k_d, m_b, m_t, s_b, l_b, l_h, l_n, l_d, u_b, u_h, u_n, u_d,
-    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    keys, valid, start, end, lower, upper, count, columns,
+    k_b, k_h, k_t, k_d, m_b, m_t, s_b, e_b, l_b, l_h, l_n, l_d, u_b, u_h, u_n, u_d,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    origin = tl.load(start + b * s_b).to(tl.int64)
-    block = tl.maximum(begin - origin, 0) // S + tl.program_id(0)
-    if origin + block * S < end:
+    origin, limit = tl.load(start + b * s_b).to(tl.int64), tl.load(end + b * e_b).to(tl.int64)
+    block = tl.maximum(limit - count - origin, 0) // S + tl.program_id(0)
+    if origin + block * S < limit:
         t, d = origin + block * S + tl.arange(0, S), tl.arange(0, DP)
-        inside = (t < end) & (t < columns)
+        inside = (t < limit) & (t < columns)
         seen = inside & (tl.load(valid + b * m_b + t * m_t, mask=inside, other=0) != 0)
         held = seen[:, None] & (d < D)[None, :]
         k = tl.load(keys + b * k_b + h * k_h + t[:, None] * k_t + d[None, :] * k_d, mask=held, other=0.0)
@@ -38,7 +40,7 @@ def update_summaries(
     start: torch.Tensor,
     lower: torch.Tensor,
     upper: torch.Tensor,
-    begin: int,
+    end: torch.Tensor,
     count: int,
     block_size: int,
 ) -> None:
@@ -48,34 +50,36 @@ def update_summaries(
         return
     valid = valid.view(torch.uint8)
     _boxes[(straddled(count, block_size), heads, batch)](
-        keys, valid, start, lower, upper, begin, begin + count, columns,
-        *keys.stride(), *valid.stride(), *start.stride(), *lower.stride(), *upper.stride(),
-        S=block_size, D=dim, DP=padded(dim), num_warps=4,
+        keys, valid, start, end, lower, upper, count, columns,
+        *keys.stride(), *valid.stride(), *start.stride(), *end.stride(), *lower.stride(), *upper.stride(),
+        S=block_size, D=dim, DP=padded(dim), **options(keys, num_warps=4),
     )  # fmt: skip
 
 
 @triton.jit
 def _windows(
-    keys, valid, start, means, filled, begin, end, columns,
-    k_b, k_h, k_t, k_d, m_b, m_t, s_b, c_b, c_h, c_n, c_w, c_d, f_b, f_h, f_n, f_w,
+    keys, valid, start, end, means, filled, count, columns,
+    k_b, k_h, k_t, k_d, m_b, m_t, s_b, e_b, c_b, c_h, c_n, c_w, c_d, f_b, f_h, f_n, f_w,
     W: tl.constexpr, WINDOW: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One window of one block: its tokens are summed in an order of their own, whatever else is computed."""
+    wait_for_previous(PDL)
     slot, h, b = tl.program_id(0) % W, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    origin = tl.load(start + b * s_b).to(tl.int64)
-    block = tl.maximum(begin - origin, 0) // (W * STRIDE) + tl.program_id(0) // W
-    if origin + block * W * STRIDE < end:
+    origin, limit = tl.load(start + b * s_b).to(tl.int64), tl.load(end + b * e_b).to(tl.int64)
+    block = tl.maximum(limit - count - origin, 0) // (W * STRIDE) + tl.program_id(0) // W
+    if origin + block * W * STRIDE < limit:
         first = origin + (block * W + slot + 1) * STRIDE - WINDOW
-        d, total, count = tl.arange(0, DP), tl.zeros([DP], tl.float32), tl.zeros([DP], tl.int32)
+        d, total, counted = tl.arange(0, DP), tl.zeros([DP], tl.float32), tl.zeros([DP], tl.int32)
         for i in range(WINDOW):  # one after the other: a reduction's order would follow the keys' strides
             t = first + i + tl.zeros([DP], tl.int64)
-            inside = (t >= origin) & (t < end) & (t < columns)
+            inside = (t >= origin) & (t < limit) & (t < columns)
             seen = inside & (tl.load(valid + b * m_b + t * m_t, mask=inside, other=0) != 0)
             k = tl.load(keys + b * k_b + h * k_h + t * k_t + d * k_d, mask=seen & (d < D), other=0.0)
             total += k.to(tl.float32)
-            count += seen.to(tl.int32)
-        complete = (first >= origin) & (first + WINDOW <= end) & (tl.max(count, axis=0) > 0)
-        mean = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
+            counted += seen.to(tl.int32)
+        complete = (first >= origin) & (first + WINDOW <= limit) & (tl.max(counted, axis=0) > 0)
+        mean = tl.div_rn(total, tl.maximum(counted, 1).to(tl.float32))
         mean = tl.where(complete, mean, 0.0).to(means.dtype.element_ty)
         tl.store(means + b * c_b + h * c_h + block * c_n + slot * c_w + d * c_d, mean, mask=d < D)
         tl.store(filled + b * f_b + h * f_h + block * f_n + slot * f_w, complete.to(tl.uint8))
@@ -87,7 +91,7 @@ def compress_keys(
     start: torch.Tensor,
     means: torch.Tensor,
     filled: torch.Tensor,
-    begin: int,
+    end: torch.Tensor,
     count: int,
     *,
     window: int,
@@ -102,7 +106,7 @@ def compress_keys(
         return
     valid, filled = valid.view(torch.uint8), filled.view(torch.uint8)
     _windows[(straddled(count, windows * stride) * windows, heads, batch)](
-        keys, valid, start, means, filled, begin, begin + count, columns,
-        *keys.stride(), *valid.stride(), *start.stride(), *means.stride(), *filled.stride(),
-        W=windows, WINDOW=window, STRIDE=stride, D=dim, DP=padded(dim), num_warps=1,
+        keys, valid, start, end, means, filled, count, columns,
+        *keys.stride(), *valid.stride(), *start.stride(), *end.stride(), *means.stride(), *filled.stride(),
+        W=windows, WINDOW=window, STRIDE=stride, D=dim, DP=padded(dim), **options(keys, num_warps=1),
     )  # fmt: skip

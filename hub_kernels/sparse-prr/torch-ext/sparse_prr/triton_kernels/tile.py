@@ -32,10 +32,12 @@ def _attend_part(
     """(output [GP, DP], peak [GP], total [GP]) over the columns first .. first + ST - 1."""
     t, d = first + tl.arange(0, ST), tl.arange(0, DP)
     inside = (t < end) & (t < columns)
-    seen = inside & (tl.load(valid + t * m_t, mask=inside, other=0) != 0)
-    held = seen[:, None] & (d < D)[None, :]  # what isn't attended may be NaN: it is not loaded
+    held = inside[:, None] & (d < D)[None, :]
+    # Not masked by validity: K and V would wait for its load. What isn't attended may be NaN, and is put out after
     k = tl.load(keys + t[:, None] * k_t + d[None, :] * k_d, mask=held, other=0.0)
     v = tl.load(values + t[:, None] * v_t + d[None, :] * v_d, mask=held, other=0.0)
+    seen = inside & (tl.load(valid + t * m_t, mask=inside, other=0) != 0)
+    v = tl.where(seen[:, None], v, 0.0)
     logits = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     peak = tl.max(logits, axis=1)

