@@ -3,13 +3,15 @@
 import copy
 import platform
 import statistics
-import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from .bench_time import Timer
 from .cache import SparseCache
 from .config import SparseConfig
 from .patching import patch_model
@@ -17,6 +19,11 @@ from .shapes import shape as shape_named
 
 DENSE = 2  # leading layers, which stay dense and aren't timed
 CORRELATION = 0.9  # of a step's input with the one before it; it decides what PRR hits
+BANDWIDTH = {  # bytes a second of a GPU's memory, from its data sheet, by torch's name of it
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+}
 
 
 def successive(normal: Callable[[], torch.Tensor], steps: int, correlation: float) -> list[torch.Tensor]:
@@ -30,15 +37,9 @@ def successive(normal: Callable[[], torch.Tensor], steps: int, correlation: floa
 def _step(model: Any, cache: Any, hidden: torch.Tensor, position: int) -> float:
     """Milliseconds of one decode step of one attention layer, the mean over the timed layers."""
     embeddings = model.model.rotary_emb(hidden, torch.tensor([[position]], device=hidden.device))
-    seconds = []
-    for index, layer in enumerate(model.model.layers):
-        begin = time.perf_counter()
-        layer.self_attn(hidden, embeddings, None, cache)
-        if hidden.is_cuda:
-            torch.cuda.synchronize(hidden.device)
-        if index >= DENSE:
-            seconds.append(time.perf_counter() - begin)
-    return 1e3 * statistics.mean(seconds)
+    timed = Timer(hidden.device)
+    taken = [timed(layer.self_attn, hidden, embeddings, None, cache)[0] for layer in model.model.layers]
+    return statistics.mean(taken[DENSE:])
 
 
 def _filled(cache: Any, shape: tuple[int, ...], layers: int, device: str, dtype: torch.dtype) -> Any:
@@ -56,8 +57,15 @@ def machine(device: str, dtype: torch.dtype) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": import_module("triton").__version__ if find_spec("triton") else None,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def bandwidth_of(device: torch.device) -> float | None:
+    """Bytes a second by the data sheet; None where it isn't known."""
+    return BANDWIDTH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def layer_config(
@@ -107,7 +115,8 @@ def bench_layer(
 
     The layer is that of the named shape; heads, kv_heads and head_dim in place of its own where they are given. Layers
     follow each other as in a model, so each finds the caches as the layer before it left them; a step includes the
-    projections, in all three settings.
+    projections, in all three settings. "floor_share": of the time, what K/V, summaries and projections take to read at
+    the GPU's bandwidth; a layer starts with an idle GPU, so its launches are in the time.
     """
     layers = DENSE + 8
     chosen: dict[str, Any] = dict(selector=selector, budget=budget, block_size=block_size)
@@ -136,7 +145,10 @@ def bench_layer(
                     stats[name] = handle.stats()
     medians = {name: statistics.median(values) for name, values in times.items()}
     element = torch.empty(0, dtype=dtype).element_size()
-    stock_bytes = 2 * kv_heads * tokens * head_dim * element
+    moved = {"stock": 2 * kv_heads * tokens * head_dim * element}
+    moved.update({name: each["bytes_read"] / max(each["selector_calls"], 1) for name, each in stats.items()})
+    weights = element * sum(weight.numel() for weight in model.model.layers[DENSE].self_attn.parameters())
+    bandwidth = bandwidth_of(torch.device(device))
     return {
         **machine(device, dtype),
         "shape": {
@@ -153,8 +165,9 @@ def bench_layer(
         "hit_rate": stats["prr"]["hit_rate"],
         "ms": medians,
         "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
-        "kv_bytes_per_step": {
-            "stock": stock_bytes,
-            **{name: each["bytes_read"] / max(each["selector_calls"], 1) for name, each in stats.items()},
-        },
+        "kv_bytes_per_step": moved,
+        "weight_bytes": weights,
+        "floor_share": None
+        if bandwidth is None
+        else {name: (moved[name] + weights) / bandwidth / (1e-3 * medians[name]) for name in medians},
     }

@@ -52,37 +52,34 @@ def best_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
     return order[..., :k].sort(dim=-1).values
 
 
-def check_step(
+def check_bits(what: str, got: torch.Tensor, expected: torch.Tensor, of: str = "serial decoding") -> None:
+    """ExactnessError where two results differ in a bit."""
+    if not torch.equal(got, expected):
+        difference = float((got.double() - expected.double()).abs().max())
+        raise ExactnessError(f"{what}: expected the bits of {of}, got a difference of {difference:.3g}")
+
+
+def check_serial(
     layer: SparseLayer,
     query: torch.Tensor,
     token: Token,
     kernels: ModuleType,
     scale: float,
-    dtype: torch.dtype,
     serial: tuple[torch.Tensor, torch.Tensor],
-    prr: tuple[torch.Tensor, torch.Tensor],
 ) -> dict[str, float]:
     """Check one step of a layer without padding, all of whose rows select.
 
     Args:
-        serial, prr: what `decode_token` gave: output fp32 [B, H, G, D], blocks int32 [B, H, K].
+        serial: output fp32 [B, H, G, D], blocks int32 [B, H, K].
 
     Returns:
         How far scores and output are from their oracles, relative to the largest value.
 
     Raises:
-        ExactnessError: PRR isn't serial bit for bit; the serial output isn't dense attention over its blocks; its
-            blocks aren't the forced ones and the best by score; a score isn't the reference's.
+        ExactnessError: the output isn't dense attention over its blocks; the blocks aren't the forced ones and the best
+            by score; a score isn't the reference's.
     """
-    plan, step = layer.plan, token.step
-    if not torch.equal(prr[1], serial[1]):
-        raise ExactnessError(f"PRR's blocks of step {step}: expected those of serial decoding, got others")
-    if not torch.equal(prr[0], serial[0]):
-        difference = float((prr[0] - serial[0]).abs().max())
-        raise ExactnessError(
-            f"PRR's output of step {step}: expected the bits of serial decoding, got a difference of {difference:.3g}"
-        )
-
+    plan, step, dtype = layer.plan, token.step, layer.keys.dtype
     scores = select(layer, query, token, kernels, scale).scores
     scope = Scope(plan.sink_blocks, token.last, token.column + 1 - token.start, scale)
     reference = kernel_loader.resolve("reference").module

@@ -9,6 +9,7 @@ from .blocks import rope_blocks, top_blocks
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
+from .ops import traceable
 from .overlap import Overlap
 from .predictor import Prior
 from .report import Statistics, TraceEntry
@@ -164,6 +165,7 @@ def decode_token(
     Returns:
         fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
+    kernels = traceable(kernels)
     plan, heads = layer.plan, query.shape[1]
     if layer.memory.uncalibrated:
         calibrate(layer, token.valid, token.start, kernels, scale)
@@ -207,6 +209,7 @@ def prefill_token(
     layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of one prompt token: as `decode_token`, but nothing is predicted, remembered or counted."""
+    kernels = traceable(kernels)
     data = (query, layer.keys, layer.values, token.valid, token.start)
     blocks = select(layer, query, token, kernels, scale).selected
     partials = kernels.block_partials(*data, blocks, token.end, scale=scale, block_size=layer.plan.block_size)

@@ -1,10 +1,21 @@
-"""Ops for direct use, over the bundled kernels."""
+"""Ops: for direct use, over the bundled kernels, and as torch.compile sees them."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from . import kernel_loader
+
+
+def traceable(kernels: ModuleType) -> Any:
+    """Kernels for code that may be compiled: the module itself, called directly (through the dispatcher an op takes
+    some 10 us longer), and in a trace its registered ops."""
+    if not torch.compiler.is_compiling():
+        return kernels
+    from . import traced_ops  # here: registering them must not cost an import anything
+
+    return traced_ops.Ops(traced_ops.key_of(kernels), kernels)
 
 
 def gvr_topk(
@@ -31,5 +42,10 @@ def gvr_topk(
     Raises:
         ValueError: shapes, dtypes, devices or k outside the above.
     """
-    topk = kernel_loader.resolve("auto").module.gvr_topk
+    if torch.compiler.is_compiling():
+        from . import traced_ops  # as in `traceable`
+
+        topk = traced_ops.Ops(traced_ops.key_of_auto()).gvr_topk
+    else:
+        topk = kernel_loader.resolve("auto").module.gvr_topk
     return topk(scores, k, hint=hint, lengths=lengths, return_stats=return_stats)

@@ -112,7 +112,7 @@ def test_a_patched_model_runs_on_the_kernels_it_was_given(tmp_path):
     copy = copy_kernels(tmp_path / "repo")
     append(copy / "__init__.py", "calls = []\ntopk = gvr_topk")
     append(
-        copy / "__init__.py", "def gvr_topk(*args, **kwargs):\n    calls.append(1)\n    return topk(*args, **kwargs)"
+        copy / "__init__.py", "def select_blocks(*args, **kwargs):\n    calls.append(1)\n    return select(*args, **kwargs)"
     )
     with patch_model(tiny_llama(), kernels=copy, **SPARSE) as handle:
         assert torch.equal(greedy(handle.model, ids), expected)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,17 +17,13 @@ from hf_sparse_prr.bench import bench_layer
 from hf_sparse_prr.bench_exact import ExactnessError
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
 from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
+from hf_sparse_prr.kernel_loader import KernelError, resolve
 from hf_sparse_prr.shapes import SHAPES
 
 bench = typer.Typer(help="Time decoding against stock, in one run.", no_args_is_help=True)
 _SHAPES = f"Whose layer: {', '.join(SHAPES)}."
-_SETTINGS = {
-    "dense": "dense SDPA",
-    "dense_grouped": "dense, heads grouped",
-    "serial": "serial sparse",
-    "prr": "PRR",
-}
-_STAGES = {"score": "score", "topk": "top-k", "partials": "partials", "merge": "merge", "other": "other"}
+_DTYPE = "float32, bfloat16 or float16; by default float32, on a GPU bfloat16."
+_NAMES = {"dense": "dense SDPA", "dense_grouped": "dense, heads grouped", "serial": "serial sparse"}
 
 
 @bench.callback()
@@ -32,10 +31,30 @@ def root() -> None:
     """Time decoding against stock, in one run."""
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    name = name or ("float32" if device == "cpu" else "bfloat16")
     if name not in ("float32", "bfloat16", "float16"):
         raise CommandError(f"--dtype: expected float32, bfloat16 or float16, got {name!r}", EXIT_USAGE)
     return getattr(torch, name)
+
+
+def _tokens(text: str) -> int:
+    """16384, 16K or 1M."""
+    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if found is None:
+        raise CommandError(f"--context: expected tokens like 16384, 16K or 1M, got {text!r}", EXIT_USAGE)
+    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
+
+
+def _rate(text: str) -> float | None:
+    """None for natural."""
+    if text == "natural":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"--hit-rate: expected a number from 0 to 1, or natural, got {text!r}"
+        raise CommandError(message, EXIT_USAGE) from error
 
 
 def _check_device(device: str) -> None:
@@ -52,105 +71,123 @@ def _check_device(device: str) -> None:
 @bench.command()
 def layer(
     shape: Annotated[str, typer.Option(help=_SHAPES)] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in the cache.")] = 7168,
+    context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens in the cache: 7168, 16K, 1M.")] = "7168",
     selector: Annotated[str, typer.Option(help="quest or infllm_v2; auto is quest.")] = "auto",
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 1024,
     heads: Annotated[int | None, typer.Option(min=1, show_default="the shape's")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, show_default="the shape's")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, show_default="the shape's")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each setting gets.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
 ) -> None:
     """One attention layer's decode step: stock on a DynamicCache, serial sparse, PRR. Default: SmolLM2-135M's layer.
+
+    The last line of stdout is the whole result as JSON.
 
     Exit codes: 0 done, 2 wrong argument.
     """
     with one_line_errors(Console(stderr=True)):
-        number = _dtype(dtype)
         _check_device(device)
+        number, tokens = _dtype(dtype, device), _tokens(context)
         try:
             found = bench_layer(
-                tokens,
-                budget,
-                "auto",
-                heads,
-                kv_heads,
-                head_dim,
-                number,
-                device,
-                rounds,
-                shape=shape,
-                selector=selector,
-            )
+                tokens, budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
+                shape=shape, selector=selector,
+            )  # fmt: skip
         except ValueError as error:
             raise CommandError(error, EXIT_USAGE) from error
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
+    if not as_json:
+        _show_layer(Console(), found)
+    print(json.dumps(found))
+
+
+def _show_layer(out: Console, found: dict[str, Any]) -> None:
+    shares = found["floor_share"]
     table = Table(
-        "setting", "ms a step", "ratio to stock", "K/V and summary bytes",
+        "setting", "ms a step", "ratio to stock", "K/V and summary bytes", *([] if shares is None else ["of floor"]),
         title=f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['dtype']}",
         caption="{name}: {heads} heads over {kv_heads} KV heads of {head_dim}, {tokens} tokens, batch {batch}; ".format(
             **found["shape"]
         )
-        + f"{found['selector']}, budget {budget}; PRR hit rate {found['hit_rate']:.1%}",
+        + f"{found['selector']}, budget {found['budget']}; PRR hit rate {found['hit_rate']:.1%}",
     )  # fmt: skip
     for name, ms in found["ms"].items():
-        table.add_row(
-            name, f"{ms:.3f}", f"{found['ratio_to_stock'][name]:.2f}", f"{found['kv_bytes_per_step'][name]:,.0f}"
-        )
-    Console().print(table)
+        row = [name, f"{ms:.3f}", f"{found['ratio_to_stock'][name]:.2f}", f"{found['kv_bytes_per_step'][name]:,.0f}"]
+        table.add_row(*row, *([] if shares is None else [_percent(shares[name])]))
+    out.print(table)
 
 
 @bench.command()
 def segment(
     shape: Annotated[str, typer.Option(help=_SHAPES)] = "qwen3-32b",
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens in the cache, 1024 to 1048576; repeatable.", show_default="16384")
+        list[str] | None,
+        typer.Option(help="Tokens in the cache, 1K to 1M, like 131072 or 128K; repeatable.", show_default="16K"),
     ] = None,
     selector: Annotated[str, typer.Option(help="quest or infllm_v2.")] = "quest",
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 4096,
     block_size: Annotated[str, typer.Option(help="Tokens in a block: 16, 32, 64, 128 or auto.")] = "auto",
+    hit_rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Share of the blocks chosen by score that PRR predicts, 0 to 1, or natural: what the EMA predicts; "
+            "repeatable.",
+            show_default="natural, on a GPU 1, 0.95 and 0",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch rows.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each setting gets.")] = 5,
-    correlation: Annotated[float, typer.Option(help="Of each query with the one before it; decides PRR's hits.")] = 0.9,
+    kernels: Annotated[str, typer.Option(help="auto, hub, reference, a repo id or the path of one.")] = "auto",
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Turns of each, on a GPU replays of its graph.", show_default="5, on a GPU 50"),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Layers that calls rotate over.", show_default="1, on a GPU what reads 4 times its L2"
+        ),
+    ] = None,
+    correlation: Annotated[float, typer.Option(help="Of each query with the one before it: natural hits.")] = 0.9,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
 ) -> None:
-    """Selection + attention of one layer's decode step over random K/V: dense, serial sparse, PRR, and serial by stage.
+    """Selection + attention of one token in a layer over random K/V: dense, serial sparse, PRR by hit rate; and stages.
 
-    Exactness comes first: PRR equals serial decoding bit for bit, serial equals dense attention over the selected
-    blocks, and those are the best by a stable sort. The last line of stdout is the whole result as JSON.
+    On a GPU every time is that of a CUDA graph over layers whose K/V come from memory. Exactness comes first: PRR
+    equals serial decoding bit for bit, serial equals dense attention over the selected blocks, and those are the best
+    by a stable sort. The last line of stdout is the whole result as JSON.
 
     Exit codes: 0 done, 1 a result is wrong (a bug), 2 wrong argument, 130 stopped.
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
-        number, contexts = _dtype(dtype), context or [16384]
         _check_device(device)
+        number, contexts = _dtype(dtype, device), [_tokens(text) for text in context or ["16K"]]
+        rates = None if hit_rate is None else [_rate(text) for text in hit_rate]
         size = int(block_size) if block_size.isdecimal() else block_size
         try:
-            check_arguments(shape, contexts, selector, budget, size, correlation)
+            check_arguments(shape, contexts, selector, budget, size, correlation, rates)
+            resolve(kernels)
             with Bar(notes) as bar:
                 found = bench_segment(
                     shape, contexts, selector, budget, size, batch, number, device, rounds,
-                    correlation=correlation, progress=bar,
+                    correlation=correlation, hit_rates=rates, layers=layers, kernels=kernels, progress=bar,
                 )  # fmt: skip
         except ExactnessError as error:
             raise CommandError(error, EXIT_DIFFERENT) from error
-        except ValueError as error:
+        except (ValueError, KernelError) as error:
             raise CommandError(error, EXIT_USAGE) from error
-    found["command"] = " ".join(
-        [
-            f"hf-sparse-prr bench segment --shape {shape}",
-            *(f"--context {tokens}" for tokens in contexts),
-            f"--selector {selector} --budget {budget} --block-size {block_size} --batch {batch} --dtype {dtype}",
-            f"--device {device} --rounds {rounds} --correlation {correlation:g}",
-        ]
-    )
+    options: list[tuple[str, Any]] = [("shape", shape), *(("context", tokens) for tokens in contexts)]
+    options += [("selector", selector), ("budget", budget), ("block-size", block_size), ("batch", batch)]
+    options += [("hit-rate", text) for text in hit_rate or ()]
+    options += [("dtype", found["dtype"]), ("device", device), ("kernels", kernels), ("rounds", found["rounds"])]
+    options += [("layers", layers)] if layers else []
+    options += [("correlation", f"{correlation:g}")]
+    words = [word for name, value in options for word in (f"--{name}", str(value))]
+    found["command"] = shlex.join(["hf-sparse-prr", "bench", "segment", *words])
     if not as_json:
         _show(Console(), found)
     print(json.dumps(found))
@@ -160,24 +197,25 @@ def _show(out: Console, found: dict[str, Any]) -> None:
     """One table a context, and what was checked and hit."""
     sizes, kernels = found["shape"], found["kernels"]
     out.print(
-        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['dtype']}, kernels: "
-        f"{kernels['backend']} ({kernels['source']})\n{sizes['name']}: {sizes['heads']} heads over {sizes['kv_heads']} "
-        f"KV heads of {sizes['head_dim']}, batch {sizes['batch']}; {found['selector']}, budget {found['budget']} in "
-        f"blocks of {found['block_size']}\n{found['command']}",
+        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, triton {found['triton'] or 'none'}, "
+        f"{found['dtype']}, kernels: {kernels['backend']} ({kernels['source']})\n"
+        f"{sizes['name']}: {sizes['heads']} heads over {sizes['kv_heads']} KV heads of {sizes['head_dim']}, batch "
+        f"{sizes['batch']}; {found['selector']}, budget {found['budget']} in blocks of {found['block_size']}\n"
+        f"{found['command']}",
         soft_wrap=True, highlight=False, markup=False,
     )  # fmt: skip
     if kernels["fallback"] is not None:
         out.print(kernels["fallback"], soft_wrap=True, highlight=False, markup=False)
-    delta = found["blocks"]["predicted"] / found["blocks"]["by_score"]
     for each in found["contexts"]:
-        out.print(_table(each))
+        out.print(_table(each, found))
         exact = each["exact"]
+        replayed = "" if exact["graph_equals_eager"] is None else ", and a graph's replay the calls outside of it,"
         out.print(
-            f"exact in {exact['steps']} steps: PRR equals serial bit for bit; selection equals a stable sort; output "
-            f"within {exact['output_error']:.1e} of dense attention over the selection, scores within "
-            f"{exact['scores_error']:.1e} of the reference\nPRR hit rate without forced blocks, at delta {delta:g}: "
-            f"{_percent(each['hit_rate'])}, weighted by score {_percent(each['hit_rate_weighted'])}; queries "
-            f"correlated by {found['correlation']:g}",
+            f"exact in {exact['steps']} steps, the last in {_layers(each)}: PRR equals serial{replayed} bit for bit; "
+            f"selection equals a stable sort; output within {exact['output_error']:.1e} of dense attention over the "
+            f"selection, scores within {exact['scores_error']:.1e} of the reference\n"
+            f"natural PRR hit rate without forced blocks: {_percent(each['natural']['hit_rate'])}, weighted by score "
+            f"{_percent(each['natural']['hit_rate_weighted'])}; queries correlated by {found['correlation']:g}",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
 
@@ -186,24 +224,37 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
 
-def _table(each: dict[str, Any]) -> Table:
-    """Ratios are to dense SDPA and to the faster of its two forms; "of peak" is of the GPU's memory bandwidth."""
-    table = Table(title=f"{each['context']} tokens: ms a step, median over the rounds")
-    columns = ["setting", "ms", "to dense", "to best dense", "MB read"]
-    shares = each["floor_share"]
-    for column in columns if shares is None else [*columns, "of peak"]:
-        table.add_column(column, no_wrap=True, justify="left" if column == "setting" else "right")
-    for key, name in _SETTINGS.items():
-        row = [
-            name,
-            f"{each['ms'][key]:.3f}",
-            f"{each['ratio_to_dense'][key]:.2f}",
-            f"{each['ratio_to_best_dense'][key]:.2f}",
-            f"{each['bytes_per_step'][key]['total'] / 1e6:,.2f}",
-        ]
-        table.add_row(*row, *([] if shares is None else [_percent(shares[key])]))
-        if key == "serial":
-            for stage, label in _STAGES.items():
-                table.add_row(f"  {label}", f"{each['stages_ms'][stage]:.3f}")
-    table.add_row("append, before them", f"{each['ms']['append']:.3f}")
+def _layers(each: dict[str, Any]) -> str:
+    return "1 layer" if each["layers"] == 1 else f"{each['layers']} layers in turn"
+
+
+def _label(name: str, row: dict[str, Any]) -> str:
+    """For "prr 0.95" this is "PRR, hits 95.1%", or what the rounded number of blocks is."""
+    kind, _, rate = name.partition(" ")
+    if not rate:
+        return _NAMES.get(name, name)
+    natural = " (natural)" if rate == "natural" else ""
+    return f"{'PRR' if kind == 'prr' else kind}, hits {_percent(row['hit_rate'])}{natural}"
+
+
+def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
+    """Ratios are to dense SDPA as transformers calls it and to serial; "of floor" is the share of the time that it
+    takes to read what the row has to at the bandwidth of the data sheet."""
+    title = f"{each['context']} tokens: us a layer, {found['timed_by']}, medians of {found['rounds']}, {_layers(each)}"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
+    known = found["bandwidth"] is not None
+    for column in ["", "us", "to dense", "to serial", "MB", "GB/s", *(["of floor"] if known else [])]:
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
+
+    def add(label: str, row: dict[str, Any]) -> None:
+        ratios = [f"{row[key]:.2f}" if key in row else "" for key in ("to_dense", "to_serial")]
+        moved = ["", ""] if not row["moved_bytes"] else [f"{row['moved_bytes'] / 1e6:,.2f}", f"{row['gb_per_s']:,.0f}"]
+        share = [_percent(row["floor_share"]) if row["floor_share"] else ""] if known else []
+        table.add_row(label, f"{row['us']:,.1f}", *ratios, *moved, *share)
+
+    for name, row in each["settings"].items():
+        add(_label(name, row), row)
+    table.add_section()
+    for name, row in each["stages"].items():
+        add(f"  {_label(name, row)}", row)
     return table

@@ -39,7 +39,7 @@ template <typename T>
 void launch_by_length(const Arguments& arguments, dim3 grid, cudaStream_t stream) {
   if (arguments.N <= 512) return launch<T, 256, 2, true>(arguments, grid, stream);
   if (arguments.N <= 2048) return launch<T, 512, 4, true>(arguments, grid, stream);
-  if (arguments.N <= 4096) return launch<T, 1024, 4, true>(arguments, grid, stream);
+  if (arguments.N <= 4096) return launch<T, 512, 8, true>(arguments, grid, stream);
   if (arguments.N <= 8192) return launch<T, 1024, 8, true>(arguments, grid, stream);
   if (arguments.N <= 16384) return launch<T, 1024, 16, true>(arguments, grid, stream);
   return launch<T, 1024, 8, false>(arguments, grid, stream);

@@ -83,7 +83,8 @@ struct Segment {
   __device__ void each(Visit visit) {
     if constexpr (RESIDENT) {
 #pragma unroll
-      for (int j = 0; j < ITEMS; ++j) visit(keys[j], start + 32 * j);
+      for (int j = 0; j < ITEMS; ++j)
+        if (start + 32 * j < end) visit(keys[j], start + 32 * j);
     } else {
 #pragma unroll 1
       for (int from = start; from < end; from += 32 * ITEMS) {

@@ -12,8 +12,6 @@ A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `st
 first real token; `end` [B] is where its tokens end. Block lists are int32, ascending, -1 in unused slots, which come last.
 """
 
-import torch
-
 from . import dispatch, reference
 from .reference import (
     EmaStep,
@@ -39,7 +37,7 @@ select_blocks = dispatch.by_device(reference.select_blocks)
 tally = dispatch.by_device(reference.tally)
 update_summaries = dispatch.by_device(reference.update_summaries)
 
-backend = "triton" if dispatch.HAS_TRITON and torch.cuda.is_available() else "reference"
+backend = dispatch.backend()
 
 __all__ = [
     "EmaStep",

@@ -9,9 +9,9 @@ from ..reference.merge import check_partials
 from .attend import block_partials, empty_partials
 from .launch import options, wait_for_previous
 from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
+from .tuned import config
 
 _TAKE = 64  # ranks that are added at a time
-_SLICE = 32  # channels of a merging program
 _UNROLLED = 512  # ranks up to which every load is in flight at once
 
 
@@ -116,24 +116,26 @@ def _merge(
     tl.store(result + (head * G + g) * D + d, out, mask=d < D)
 
 
-def _merged(slots: torch.Tensor | None, held: Partials, fresh: Partials) -> torch.Tensor:
+def merged(slots: torch.Tensor | None, held: Partials, fresh: Partials) -> torch.Tensor:
+    """Canon(A) from the slots of each rank; without slots `fresh` holds every rank."""
     batch, heads, ranks, group, dim = fresh.output.shape
     result = fresh.output.new_empty((batch, heads, group, dim))
-    _merge[(group * triton.cdiv(dim, _SLICE), heads, batch)](
+    tuned = config("merge", result)
+    _merge[(group * triton.cdiv(dim, tuned["DS"]), heads, batch)](
         fresh.peak if slots is None else slots, *held, *fresh, result, ranks, held.peak.shape[2], heads,
-        G=group, D=dim, DS=_SLICE, TAKE=_TAKE, STEPS=triton.cdiv(ranks, _TAKE) if ranks <= _UNROLLED else 0,
-        HELD=slots is not None, **options(result, num_warps=WARPS),
+        G=group, D=dim, TAKE=_TAKE, STEPS=triton.cdiv(ranks, _TAKE) if ranks <= _UNROLLED else 0,
+        HELD=slots is not None, **options(result, num_warps=WARPS, **tuned),
     )  # fmt: skip
     return result
 
 
 def merge_partials(partials: Partials) -> torch.Tensor:
-    """As the reference. One program for 32 channels of a query head."""
+    """As the reference. One program for a few channels of a query head."""
     batch, heads, ranks, group, dim = partials.output.shape
     if ranks == 0 or partials.output.numel() == 0:
         return partials.output.new_zeros((batch, heads, group, dim))
     partials = Partials(*(part.contiguous() for part in partials))
-    return _merged(None, partials, partials)
+    return merged(None, partials, partials)
 
 
 def repair_merge(
@@ -159,7 +161,7 @@ def repair_merge(
         return query.new_zeros(query.shape, dtype=torch.float32)
     if partials is None or guesses == 0:
         fresh = block_partials(query, keys, values, valid, start, selected, end, scale=scale, block_size=block_size)
-        return _merged(None, fresh, fresh)
+        return merged(None, fresh, fresh)
     partials, fresh = Partials(*(part.contiguous() for part in partials)), empty_partials(query, ranks)
     slots = torch.empty((batch, heads, ranks), dtype=torch.int32, device=query.device)
     valid = valid.view(torch.uint8)
@@ -171,4 +173,4 @@ def repair_merge(
         G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
         ST=part_of(block_size, dim, keys.element_size()), JP=padded(guesses), **options(query, num_warps=WARPS),
     )  # fmt: skip
-    return _merged(slots, partials, fresh)
+    return merged(slots, partials, fresh)

@@ -6,8 +6,7 @@ import triton.language as tl
 
 from ..reference.predict import EmaStep
 from .launch import options, wait_for_previous
-
-_CHUNK = 1024  # blocks that are held at a time
+from .tuned import config
 
 
 @triton.jit
@@ -31,7 +30,8 @@ def _ema_step(
         n = (begin + i).to(tl.int64)
         x = tl.load(row + n * x_n, mask=n < N, other=float("nan"))
         finite = _finite(x)
-        low, high = tl.minimum(low, tl.where(finite, x, float("inf"))), tl.maximum(high, tl.where(finite, x, float("-inf")))
+        low = tl.minimum(low, tl.where(finite, x, float("inf")))
+        high = tl.maximum(high, tl.where(finite, x, float("-inf")))
     bottom, top = tl.min(low, axis=0), tl.max(high, axis=0)
     wide = (top > bottom).to(tl.int32)
     least = bottom.to(tl.float64)
@@ -68,6 +68,6 @@ def ema_step(
         _ema_step[(heads, batch)](
             scores, level, trend, ema, last, *step, first, blocks, heads,
             *scores.stride(), *level.stride(), *trend.stride(), *ema.stride(), *last.stride(),
-            CHUNK=_CHUNK, **options(scores, num_warps=8, enable_fp_fusion=False),
+            **options(scores, enable_fp_fusion=False, **config("ema_step", scores)),
         )  # fmt: skip
     return step

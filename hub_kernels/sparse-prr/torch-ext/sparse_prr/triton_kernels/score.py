@@ -7,8 +7,7 @@ import triton.language as tl
 from ..reference.score import GROUPS
 from .launch import options, wait_for_previous
 from .tile import padded
-
-_BLOCKS = 32  # a program's blocks; a multiple of every number of windows in a block
+from .tuned import config
 
 
 @triton.jit
@@ -69,11 +68,12 @@ def quest_scores(
         return scores
     # A sum's order follows the strides of what is summed
     lower, upper = lower.contiguous(), upper.contiguous()
-    _quest[(triton.cdiv(blocks, _BLOCKS), heads, batch)](
+    tuned = config("quest", query)
+    _quest[(triton.cdiv(blocks, tuned["BN"]), heads, batch)](
         query, lower, upper, last, scores, first, blocks,
         *query.stride(), *lower.stride(), *upper.stride(), *last.stride(),
-        heads, G=heads_of_group, D=dim, DP=padded(dim), BN=_BLOCKS, MAX=group == "max",
-        **options(query, num_warps=4),
+        heads, G=heads_of_group, D=dim, DP=padded(dim), MAX=group == "max",
+        **options(query, **tuned),
     )  # fmt: skip
     return scores
 
@@ -168,19 +168,20 @@ def infllm_scores(
     scores = query.new_empty((batch, heads, blocks), dtype=torch.float32)
     if scores.numel() == 0:
         return scores
-    width = 64
-    tiles = triton.cdiv(blocks * windows, width)
+    tuned = config("window_logits", query)
+    tiles = triton.cdiv(blocks * windows, tuned["BW"])
     logits = query.new_empty((batch, heads, group, blocks * windows), dtype=torch.float32)
     peaks, totals = (query.new_empty((batch, heads, group, tiles), dtype=torch.float32) for _ in range(2))
     filled = filled.view(torch.uint8)
     _window_logits[(tiles, heads, batch)](
         query, means, filled, length, logits, peaks, totals, blocks, tiles, scale, stride,
         *query.stride(), *means.stride(), *filled.stride(), *length.stride(),
-        heads, G=group, D=dim, GP=padded(group), DP=padded(dim), W=windows, BW=width,
-        **options(query, num_warps=4),
+        heads, G=group, D=dim, GP=padded(group), DP=padded(dim), W=windows,
+        **options(query, **tuned),
     )  # fmt: skip
-    _window_shares[(triton.cdiv(blocks, _BLOCKS), heads, batch)](
+    tuned = config("window_shares", query)
+    _window_shares[(triton.cdiv(blocks, tuned["BN"]), heads, batch)](
         logits, peaks, totals, last, scores, first, blocks, tiles, *last.stride(), heads,
-        G=group, W=windows, BN=_BLOCKS, TP=padded(tiles), **options(query, num_warps=4),
+        G=group, W=windows, TP=padded(tiles), **options(query, **tuned),
     )  # fmt: skip
     return scores

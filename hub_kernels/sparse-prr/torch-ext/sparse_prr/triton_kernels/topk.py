@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ..reference.topk import TopKStats, check_topk_arguments
 from .launch import options, wait_for_previous
+from .tuned import config
 
 _CHUNK = 8192  # entries of a row that are held at a time
 _PASSES = 5  # four digits of eight bits, and one to collect
@@ -117,13 +118,14 @@ def _launch(
     chunk = min(max(triton.next_power_of_2(columns), 256), _CHUNK)
     count = 0 if forced is None else forced.shape[2]
     steps = (0, 0, 0) if forced is None else forced.stride()
+    warps = config("select", scores)["num_warps"]
     _select[(heads, batch)](
         scores, scores if lengths is None else lengths, indices, candidates,
         indices if forced is None else forced, indices if selected is None else selected,
         columns, k, heads, *scores.stride(), 1 if lengths is None else lengths.stride(0), *steps,
         HAS_LENGTHS=lengths is not None, CHUNK=chunk, KEPT=min(max(triton.next_power_of_2(k), 16), 256),
         ONCE=columns <= chunk, F=count, FP=max(triton.next_power_of_2(count), 2),
-        **options(scores, num_warps=min(max(chunk // 512, 4), 16)),
+        **options(scores, num_warps=min(max(warps * chunk // _CHUNK, 4), warps)),
     )  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def select_blocks(
     scores: torch.Tensor, forced: torch.Tensor, k: int, *, hint: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference. One program a row; the hint isn't needed."""
-    batch, heads, columns = scores.shape
+    batch, heads, _ = scores.shape
     forced = forced.expand(-1, heads, -1)
     free = torch.empty((batch, heads, k), dtype=torch.int32, device=scores.device)
     selected = torch.empty((batch, heads, forced.shape[2] + k), dtype=torch.int32, device=scores.device)

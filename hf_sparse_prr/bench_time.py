@@ -1,0 +1,95 @@
+"""How long a call takes, a layer: on a CPU by its clock, all calls in turns; on a GPU from a CUDA graph of its own.
+
+A call is given the index of a layer. Neighbouring calls take another layer, so that none finds its K/V in a cache.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Call = Callable[[int], Any]
+_TURN = 8  # calls of a turn, at the least
+_STEPS = 32  # calls in a graph, at the least: its own start takes microseconds
+_WARMUP = 3  # first replays of a graph, not timed
+
+
+class Timer:
+    """Milliseconds that a call takes, and its result: by events on a GPU, whose queue is empty when it starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            result = call(*arguments)
+            return 1e3 * (time.perf_counter() - begin), result
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            result = call(*arguments)
+            last.record()
+        last.synchronize()
+        return first.elapsed_time(last), result
+
+
+def in_turns(
+    calls: dict[str, Call], layers: int, device: torch.device, rounds: int, progress: Callable[[int, int], None]
+) -> dict[str, float]:
+    """Microseconds of each call: the median over `rounds` turns of the median of a turn. One more turn warms up."""
+    timed = Timer(device)
+    turns: dict[str, list[float]] = defaultdict(list)
+    for done in range(rounds + 1):
+        progress(done, rounds + 1)
+        for name, call in calls.items():
+            taken = [timed(call, step % layers)[0] for step in range(max(layers, _TURN) if done else layers)]
+            if done:
+                turns[name].append(statistics.median(taken))
+    return {name: 1e3 * statistics.median(values) for name, values in turns.items()}
+
+
+class Captured:
+    """A call of every layer, again and again, in one CUDA graph.
+
+    results: of the calls, in order; a replay writes them anew.  layers: what the results' order repeats after.
+    """
+
+    def __init__(self, call: Call, layers: int, device: torch.device) -> None:
+        self.layers, self._device = layers, device
+        self._steps = layers * -(-_STEPS // layers)
+        with torch.cuda.device(device):
+            main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):  # what a call compiles and allocates once is no part of the graph
+                for _ in range(2):
+                    for layer in range(layers):
+                        call(layer)
+            main.wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.results = [call(step % layers) for step in range(self._steps)]
+
+    def replay(self) -> None:
+        """Run the graph, and wait for it."""
+        self._graph.replay()
+        torch.cuda.synchronize(self._device)
+
+    def us(self, replays: int) -> float:
+        """Microseconds a call: the median over `replays` replays, each timed by events around it."""
+        taken = []
+        with torch.cuda.device(self._device):
+            for _ in range(_WARMUP):
+                self._graph.replay()
+            for _ in range(replays):
+                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                first.record()
+                self._graph.replay()
+                last.record()
+                last.synchronize()
+                taken.append(1e3 * first.elapsed_time(last) / self._steps)
+        return statistics.median(taken)
