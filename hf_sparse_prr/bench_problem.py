@@ -17,7 +17,7 @@ from .selectors import SELECTORS
 from .shapes import Shape
 from .tokens import Tokens
 
-COLD = 4  # times a GPU's L2 that the layers' K/V and summaries of one serial token take together
+COLD = 8  # times a GPU's L2 that the layers' K/V and summaries of one serial token take together
 _MOST = 64  # layers
 _FREE = 0.7  # of the GPU's free memory that they may take
 _CHUNK = 2**16  # tokens that are made at once

@@ -139,7 +139,7 @@ class Works:
         token's K/V and its block's summary. The last three are in no setting.
         """
         cases, token, plan, kernels = self.cases, self.token, self.plan, self.kernels
-        scope = Scope(plan.sink_blocks, token.last, token.end - token.start, self.scale)
+        scope = Scope(plan.sink_blocks, token.last, token.length, self.scale)
         partials = [self._partials(case, case.selection.selected) for case in cases]
         choose, score = kernels.select_blocks, self._selector.checked_scores
         works = {

@@ -27,4 +27,3 @@ def rope_blocks(
     outside = (blocks < first) | (blocks >= last[:, None])
     best = scores.masked_fill(outside, float("-inf")).topk(min(k, len(blocks)), dim=1)
     return best.indices.masked_fill(best.values == float("-inf"), -1).to(torch.int32)[:, None]
-

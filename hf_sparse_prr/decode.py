@@ -22,9 +22,9 @@ _WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be 
 class Token(NamedTuple):
     """A query token as every layer of the same plan sees it.
 
-    column, step: its own column and decode step, on the host.  valid: bool [B, T].  start, end: [B], `end` is the
-    column after its own.  selects: bool [B], the rows that no longer fit.  last: [B], blocks at or past it aren't
-    scored; next_last: that of the token to come.
+    column, step: its own column and decode step, on the host.  valid: bool [B, T].  start, end, length: [B], the row's
+    first column, the column after the token's own, and how many lie between.  selects: bool [B], the rows that no
+    longer fit.  last: [B], blocks at or past it aren't scored; next_last: that of the token to come.
     forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
     next_forced: those of the token to come, also where they turn out to be empty.
     rope: int32 [B, 1, K], the blocks RoPE favours, where they are the hint.
@@ -35,6 +35,7 @@ class Token(NamedTuple):
     valid: torch.Tensor
     start: torch.Tensor
     end: torch.Tensor
+    length: torch.Tensor
     selects: torch.Tensor
     last: torch.Tensor
     next_last: torch.Tensor
@@ -76,8 +77,9 @@ def token_at(
         if plan.hint == "rope" and inv_freq is not None:
             rope = rope_blocks(inv_freq, start, column, plan.block_size, plan.sink_blocks, last, plan.free_blocks)
         tokens.shared[key] = Token(
-            column, step, valid, start, end, selects, last, next_last, forced, next_forced.to(torch.int32)[:, None], rope
-        )
+            column=column, step=step, valid=valid, start=start, end=end, length=end - start, selects=selects, last=last,
+            next_last=next_last, forced=forced, next_forced=next_forced.to(torch.int32)[:, None], rope=rope,
+        )  # fmt: skip
     return tokens.shared[key]
 
 
@@ -99,9 +101,10 @@ def select(
 ) -> Selection:
     """The blocks that `query` [B, H, G, D] attends to: forced ones and the best of the rest."""
     plan = layer.plan
-    scope = Scope(plan.sink_blocks, token.last, token.end - token.start, scale)
+    scope = Scope(plan.sink_blocks, token.last, token.length, scale)
     scores = SELECTORS[plan.selector].checked_scores(kernels, query, layer.summaries, scope, plan)
-    return Selection(*kernels.select_blocks(scores, token.forced, plan.free_blocks, hint=hint), scores)
+    selected, free = kernels.select_blocks(scores, token.forced, plan.free_blocks, hint=hint)
+    return Selection(selected, free, scores)
 
 
 def early_blocks(

@@ -46,7 +46,7 @@ class Statistics:
         held, shape = self._numbers[layer], (*like.shape[:2], len(_NUMBERS))
         if held is None or held.shape != shape or held.device != like.device:
             if held is not None:  # the batch changed
-                self._folded[layer] = [sum([*self._folded[layer], held.sum(dim=(0, 1))])]
+                self._folded[layer].append(held.sum(dim=(0, 1)))
             held = self._numbers[layer] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return held
 

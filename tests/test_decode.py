@@ -40,9 +40,10 @@ def run(model, ids, steps=20, mask=None, **settings):
 def predicting(monkeypatch, choose):
     """Make every prediction what `choose(layer, token)` returns."""
     with monkeypatch.context() as patch:
-        early = lambda layer, prior, token, heads, *_: torch.cat(
-            [token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2
-        )
+
+        def early(layer, prior, token, heads, *_):
+            return torch.cat([token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2)
+
         patch.setattr(decode, "early_blocks", early)
         yield
 

@@ -1,6 +1,8 @@
 """Where kernels come from, and that a step never looks for them."""
 
+import contextlib
 import json
+import re
 import shutil
 import sys
 from importlib import resources
@@ -110,9 +112,10 @@ def test_a_patched_model_runs_on_the_kernels_it_was_given(tmp_path):
     with patch_model(tiny_llama(), **SPARSE) as handle:
         expected = greedy(handle.model, ids)
     copy = copy_kernels(tmp_path / "repo")
-    append(copy / "__init__.py", "calls = []\ntopk = gvr_topk")
+    append(copy / "__init__.py", "calls = []\nselect = select_blocks")
     append(
-        copy / "__init__.py", "def select_blocks(*args, **kwargs):\n    calls.append(1)\n    return select(*args, **kwargs)"
+        copy / "__init__.py",
+        "def select_blocks(*args, **kwargs):\n    calls.append(1)\n    return select(*args, **kwargs)",
     )
     with patch_model(tiny_llama(), kernels=copy, **SPARSE) as handle:
         assert torch.equal(greedy(handle.model, ids), expected)
@@ -130,3 +133,17 @@ def test_a_step_never_resolves(monkeypatch):
     monkeypatch.setattr(kernel_loader, "resolve", resolve)
     greedy(model, prompt(100))
     assert handle.stats()["selector_calls"] > 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gpu_without_triton_is_said(strict, monkeypatch):
+    """What the bundled copy says of itself without Triton."""
+    monkeypatch.setattr(
+        kernel_loader, "_load", lambda key: kernel_loader.Kernels(kernel_loader, "bundled", 1, "reference")
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = r"references on this GPU, right and slow: no Triton was found .*Remedy: pip install triton"
+    with pytest.raises(kernel_loader.KernelError, match=said) if strict else contextlib.nullcontext():
+        loaded = kernel_loader.resolve.__wrapped__("auto", strict)
+        assert re.search(said, loaded.fallback)
+    assert kernel_loader.resolve.__wrapped__("reference").fallback is None

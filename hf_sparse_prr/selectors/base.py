@@ -12,7 +12,7 @@ Summaries = tuple[torch.Tensor, ...]
 
 
 class Columns(NamedTuple):
-    """K/V columns end - count .. end - 1 are new; those before them are known.
+    """K/V columns end - added .. end - 1 are new; those before them are known.
 
     keys: [B, H, T, D], post-RoPE.  valid: bool [B, T].  start: [B], the column of each row's first real token, where
     its block 0 begins.  end: [B], on the device like the others.
@@ -22,7 +22,7 @@ class Columns(NamedTuple):
     valid: torch.Tensor
     start: torch.Tensor
     end: torch.Tensor
-    count: int
+    added: int
 
 
 class Scope(NamedTuple):

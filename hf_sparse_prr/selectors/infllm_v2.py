@@ -35,8 +35,8 @@ class InfLLMv2(Selector):
         return keys.new_zeros((*shape, dim)), keys.new_zeros(shape, dtype=torch.bool)
 
     def summarise(self, kernels: ModuleType, summaries: Summaries, columns: Columns, plan: "LayerPlan") -> None:
-        keys, valid, start, end, count = columns
-        kernels.compress_keys(keys, valid, start, *summaries, end, count, window=WINDOW, stride=STRIDE)
+        keys, valid, start, end, added = columns
+        kernels.compress_keys(keys, valid, start, *summaries, end, added, window=WINDOW, stride=STRIDE)
 
     def scores(
         self, kernels: ModuleType, query: torch.Tensor, summaries: Summaries, scope: Scope, plan: "LayerPlan"

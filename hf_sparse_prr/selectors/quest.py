@@ -23,8 +23,8 @@ class Quest(Selector):
         return keys.new_zeros((batch, heads, blocks, dim)), keys.new_zeros((batch, heads, blocks, dim))
 
     def summarise(self, kernels: ModuleType, summaries: Summaries, columns: Columns, plan: "LayerPlan") -> None:
-        keys, valid, start, end, count = columns
-        kernels.update_summaries(keys, valid, start, *summaries, end, count, plan.block_size)
+        keys, valid, start, end, added = columns
+        kernels.update_summaries(keys, valid, start, *summaries, end, added, plan.block_size)
 
     def scores(
         self, kernels: ModuleType, query: torch.Tensor, summaries: Summaries, scope: Scope, plan: "LayerPlan"

@@ -18,8 +18,8 @@ import torch
 if device := os.environ.get("HF_SPARSE_PRR_TEST_DEVICE"):
     torch.set_default_device(device)
 
-# The sources; or what was built from them: HF_SPARSE_PRR_TEST_KERNELS=hub_kernels/sparse-prr takes the variant of `build/`
-# that fits, a compiled one for instance
+# The sources; or what was built from them: HF_SPARSE_PRR_TEST_KERNELS=hub_kernels/sparse-prr takes the variant of
+# `build/` that fits, a compiled one for instance
 KERNEL_REPO = Path(os.environ.get("HF_SPARSE_PRR_TEST_KERNELS", Path(__file__).parents[1] / "torch-ext" / "sparse_prr"))
 
 

@@ -31,7 +31,9 @@ def run(ops, keys, valid, start, block_size, chunks, window=32, stride=16):
     means, filled = empty(keys, block_size, stride)
     begin = 0
     for count in chunks:
-        ops.compress_keys(keys, valid, start, means, filled, at(begin + count, keys), count, window=window, stride=stride)
+        ops.compress_keys(
+            keys, valid, start, means, filled, at(begin + count, keys), count, window=window, stride=stride
+        )
         begin += count
     return means, filled
 

@@ -10,7 +10,13 @@ def oracle(selected, free, predicted, importance, first, last):
     for b, h in np.ndindex(*free.shape[:2]):
         kept, best, guess = ({n for n in ids[b, h].tolist() if n >= 0} for ids in (selected, free, predicted))
         hits = best & guess
-        numbers[b, h, :5] = [len(kept) + len(guess - best), max(int(last[b]) - first, 0), len(hits), len(best), len(guess)]
+        numbers[b, h, :5] = [
+            len(kept) + len(guess - best),
+            max(int(last[b]) - first, 0),
+            len(hits),
+            len(best),
+            len(guess),
+        ]
         if importance is not None:
             total = sum(float(importance[b, h, n]) for n in best)
             if total > 0 and guess:

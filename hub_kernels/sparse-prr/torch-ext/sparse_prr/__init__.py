@@ -9,7 +9,8 @@ Shape letters, the same in every file:
     S tokens in a block   N blocks   K block ids in a list   W compressed keys in a block   R score row   M hints
 
 A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `start` being the column of the row's
-first real token; `end` [B] is where its tokens end. Block lists are int32, ascending, -1 in unused slots, which come last.
+first real token and `end` the one behind its last, both [B] on the device. Block lists are int32, ascending, -1 in
+unused slots, which come last.
 """
 
 from . import dispatch, reference

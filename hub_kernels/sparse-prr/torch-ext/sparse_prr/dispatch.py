@@ -30,8 +30,8 @@ def backend() -> str:
 
 
 def by_device(reference: Callable[P, R]) -> Callable[P, R]:
-    """The op: on a Hopper GPU its compiled kernel, if this variant has one; its Triton kernel on a CUDA GPU, on that GPU;
-    the reference on a CPU, or where there is no Triton."""
+    """The op: its compiled kernel on a Hopper GPU, if this variant has one; its Triton kernel on a CUDA GPU, on that
+    GPU; the reference on a CPU, or where there is no Triton."""
 
     @wraps(reference)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -73,4 +73,6 @@ def ema_step(
     level, trend = ema_update(level, trend, importance, ema)
     blocks = torch.arange(scores.shape[2], device=scores.device)
     selectable = (blocks >= first) & (blocks < last[:, None])
-    return EmaStep(level, trend, ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan")), importance)
+    return EmaStep(
+        level, trend, ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan")), importance
+    )

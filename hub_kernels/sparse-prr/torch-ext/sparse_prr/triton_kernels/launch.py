@@ -1,8 +1,8 @@
 """How a kernel follows the one before it: programmatic dependent launch, where the GPU has it.
 
-A kernel's launch then overlaps the end of the one before (0.45 us saved on a bare edge of a CUDA graph, 0.6-0.8 where it
-has something to set up). Every kernel waits before it touches memory and only then lets the next one start, so what any
-earlier kernel wrote is there to read, and what one still reads is never overwritten.
+A kernel's launch then overlaps the end of the one before: 0.45 us saved on a bare edge of a CUDA graph, 0.6-0.8
+where it has something to set up. Every kernel waits before it touches memory and only then lets the next one start, so
+what any earlier kernel wrote is there to read, and what one still reads is never overwritten.
 """
 
 from functools import cache

@@ -9,6 +9,8 @@ from .launch import options, wait_for_previous
 from .tile import padded
 from .tuned import config
 
+_TILES = 64  # whose maxima and sums a program combines at a time
+
 
 @triton.jit
 def _quest(
@@ -123,22 +125,28 @@ def _window_logits(
 @triton.jit
 def _window_shares(
     logits, peaks, totals, last, scores, first, N, tiles, e_b, H,
-    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, TC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores of BN blocks from the logits of their windows, under the softmax of the whole row."""
     wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n, slot, t = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, W), tl.arange(0, TP)
+    n, slot, t = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, W), tl.arange(0, TC)
     inside = n < N
     w = n[:, None] * W + slot[None, :]
     summed = tl.zeros([BN, W], tl.float32)
     seen = tl.zeros([BN, W], tl.int32)
     for g in tl.static_range(G):
         row = (b * H + h) * G + g
-        peak = tl.load(peaks + row * tiles + t, mask=t < tiles, other=float("-inf"))
-        top = tl.max(peak, axis=0)
+        top = tl.full([], float("-inf"), tl.float32)
+        for begin in range(0, tiles, TC):
+            peak = tl.load(peaks + row * tiles + begin + t, mask=begin + t < tiles, other=float("-inf"))
+            top = tl.maximum(top, tl.max(peak, axis=0))
         top = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.load(totals + row * tiles + t, mask=t < tiles, other=0.0) * tl.exp(peak - top), axis=0)
+        total = tl.full([], 0.0, tl.float32)
+        for begin in range(0, tiles, TC):  # TC at a time: room behind the last window changes no bit
+            peak = tl.load(peaks + row * tiles + begin + t, mask=begin + t < tiles, other=float("-inf"))
+            part = tl.load(totals + row * tiles + begin + t, mask=begin + t < tiles, other=0.0)
+            total += tl.sum(part * tl.exp(peak - top), axis=0)
         x = tl.load(logits + row * N * W + w, mask=inside[:, None], other=float("-inf"))
         seen = seen | (x != float("-inf")).to(tl.int32)
         summed += tl.exp(x - top) / total
@@ -182,6 +190,6 @@ def infllm_scores(
     tuned = config("window_shares", query)
     _window_shares[(triton.cdiv(blocks, tuned["BN"]), heads, batch)](
         logits, peaks, totals, last, scores, first, blocks, tiles, *last.stride(), heads,
-        G=group, W=windows, TP=padded(tiles), **options(query, **tuned),
+        G=group, W=windows, TC=_TILES, **options(query, **tuned),
     )  # fmt: skip
     return scores

@@ -65,7 +65,7 @@ def tally(
     """As the reference. One program a row; `numbers` is contiguous."""
     batch, heads, slots = free.shape
     scored = importance is not None and importance.shape[2] > 0
-    weights = importance if scored else free
+    weights = free if importance is None else importance
     if numbers.numel():
         _tally[(heads, batch)](
             selected, free, predicted, weights, last, numbers, first,

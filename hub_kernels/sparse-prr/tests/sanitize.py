@@ -1,0 +1,67 @@
+"""Every kernel once on small hostile shapes, for compute-sanitizer, which pytest would drown:
+
+compute-sanitizer --tool memcheck python hub_kernels/sparse-prr/tests/sanitize.py [a variant's folder]
+compute-sanitizer --tool racecheck python ...
+"""
+
+import sys
+from pathlib import Path
+
+import kernels
+import torch
+
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "torch-ext" / "sparse_prr"
+
+
+def decode_step(ops, dtype, group, dim, size):
+    """One token of a batch with ragged starts and ends, holes, and unused slots in every list."""
+    batch, heads, columns = 2, 2, 9 * size + 5
+    blocks = -(-columns // size)
+    keys, values = (torch.randn(batch, heads, columns, dim, dtype=dtype) for _ in range(2))
+    query, new = torch.randn(batch, heads, group, dim, dtype=dtype), torch.randn(batch, heads, 1, dim, dtype=dtype)
+    valid = torch.rand(batch, columns) > 0.2
+    start, end = torch.tensor([0, 7]), torch.tensor([columns, columns - size - 1])
+    ops.append_states(keys, values, new, new, end)
+    lower, upper = (
+        torch.zeros(batch, heads, blocks, dim, dtype=dtype),
+        torch.zeros(batch, heads, blocks, dim, dtype=dtype),
+    )
+    ops.update_summaries(keys, valid, start, lower, upper, end, columns, size)
+    windows = size // 16
+    means = torch.zeros(batch, heads, blocks, windows, dim, dtype=dtype)
+    filled = torch.zeros(batch, heads, blocks, windows, dtype=torch.bool)
+    ops.compress_keys(keys, valid, start, means, filled, end, columns, window=32, stride=16)
+    last = (end - start) // size - 1
+    forced = torch.stack([torch.zeros_like(last), last, last + 1], dim=1).int()[:, None]
+    options = dict(scale=dim**-0.5, block_size=size)
+    data = (query, keys, values, valid, start)
+    for scores in (
+        ops.quest_scores(query, lower, upper, 1, last),
+        ops.infllm_scores(query, means, filled, 1, last, end - start, scale=dim**-0.5, stride=16),
+    ):
+        selected, free = ops.select_blocks(scores, forced, 4)
+        early = torch.cat([forced.expand(-1, heads, -1), free.flip(2)[:, :, :2]], dim=2)
+        partials = ops.block_partials(*data, early, end, **options)
+        repaired = ops.repair_merge(*data, selected, end, early, partials, **options)
+        assert torch.equal(repaired, ops.repair_merge(*data, selected, end, early[:, :, :0], None, **options))
+        ema = torch.full((batch, 3), 0.3)
+        step = ops.ema_step(scores, torch.zeros_like(scores), torch.zeros_like(scores), ema, 1, last)
+        numbers = torch.zeros(batch, heads, 7, dtype=torch.float64)
+        ops.tally(numbers, selected, free, early, step.importance, 1, last)
+        ops.gvr_topk(step.expected.flatten(0, 1), 3)
+
+
+def main():
+    torch.set_default_device("cuda")
+    ops = kernels.get_local_kernel(FOLDER)
+    for shape in ((torch.bfloat16, 4, 128, 64), (torch.float16, 3, 80, 16), (torch.float32, 16, 64, 32)):
+        decode_step(ops, *shape)
+    for columns in (1, 31, 2049, 20001):
+        for scores in (torch.randn(3, columns), torch.zeros(3, columns), torch.full((3, columns), float("nan"))):
+            ops.gvr_topk(scores, 61, lengths=torch.tensor([columns, columns // 2, 0]))
+    torch.cuda.synchronize()
+    print("every kernel ran:", ops.backend)
+
+
+if __name__ == "__main__":
+    main()
