@@ -192,7 +192,7 @@ def bench_segment(
     Args:
         rounds: turns of each call, by default 5; on a GPU replays of each graph, by default 50.
         hit_rates: 0 .. 1, None for natural; by default natural, on a GPU 1, 0.95 and 0.
-        layers: by default as many as read 4 times the GPU's L2, if they fit its memory; 1 on a CPU.
+        layers: by default as many as read 8 times the GPU's L2, if they fit its memory; 1 on a CPU.
         kernels: as in `SparseConfig`.
         progress: called with (stage, done, total or None).
 

@@ -41,9 +41,9 @@ def logits(model, cache, steps=20):
 @BOTH
 def test_kernels_run_and_are_named_and_agree_with_the_references(settings):
     model, seen = tiny("llama"), []
-    for kernels, backend in (("auto", "triton"), ("reference", "reference")):
+    for kernels, backends in (("auto", ("triton", "cuda")), ("reference", ("reference",))):
         with patch_model(model, **settings, kernels=kernels, speculate=True) as handle:
-            assert handle.report().backend == backend
+            assert handle.report().backend in backends  # "cuda" with LOCAL_KERNELS at a compiled variant
             seen.append(logits(model, SparseCache(model)))
     torch.testing.assert_close(*seen, **TOLERANCE[torch.float32])
 

@@ -148,7 +148,7 @@ def segment(
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Layers that calls rotate over.", show_default="1, on a GPU what reads 4 times its L2"
+            min=1, help="Layers that calls rotate over.", show_default="1, on a GPU what reads 8 times its L2"
         ),
     ] = None,
     correlation: Annotated[float, typer.Option(help="Of each query with the one before it: natural hits.")] = 0.9,
