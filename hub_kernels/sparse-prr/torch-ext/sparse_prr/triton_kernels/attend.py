@@ -19,16 +19,16 @@ def _partials(
     wait_for_previous(PDL)
     slot, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.load(blocks + b * b_b + h * b_h + slot * b_k).to(tl.int64)
+    origin, limit = tl.load(start + b * s_b).to(tl.int64), tl.load(end + b * e_b).to(tl.int64)
     at = (b * H + h) * K + slot
     if block < 0:
         o, m, l = tl.zeros([GP, DP], tl.float32), tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
     else:
         q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
-        first, limit = tl.load(start + b * s_b).to(tl.int64) + block * S, tl.load(end + b * e_b).to(tl.int64)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, limit, columns,
-            k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
+            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, origin + block * S, limit,
+            columns, k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
 

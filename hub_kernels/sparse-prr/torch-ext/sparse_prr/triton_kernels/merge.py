@@ -12,7 +12,6 @@ from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
 from .tuned import config
 
 _TAKE = 64  # ranks that are added at a time
-_UNROLLED = 512  # ranks up to which every load is in flight at once
 
 
 @triton.jit
@@ -30,6 +29,7 @@ def _repair(
     wait_for_previous(PDL)
     rank, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.load(selected + b * a_b + h * a_h + rank * a_k).to(tl.int64)
+    origin, limit = tl.load(start + b * s_b).to(tl.int64), tl.load(end + b * e_b).to(tl.int64)
     j = tl.arange(0, JP)
     guess = tl.load(predicted + b * p_b + h * p_h + j * p_k, mask=j < J, other=-1).to(tl.int64)
     slot = tl.max(tl.where((guess == block) & (guess >= 0), j, -1), axis=0)
@@ -37,10 +37,9 @@ def _repair(
     tl.store(slots + at, tl.where(block < 0, -2, slot))
     if (block >= 0) & (slot < 0):
         q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
-        first, limit = tl.load(start + b * s_b).to(tl.int64) + block * S, tl.load(end + b * e_b).to(tl.int64)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, first, limit, columns,
-            k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
+            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, origin + block * S, limit,
+            columns, k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
 
@@ -65,53 +64,46 @@ def _ranks(slots, head, begin, g, K, J, G: tl.constexpr, TAKE: tl.constexpr, HEL
 
 
 @triton.jit
-def _add_ranks(
-    total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d, K, J,
+def _load_ranks(
+    held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d, K, J,
     G: tl.constexpr, D: tl.constexpr, TAKE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    """(peaks, totals, outputs) of TAKE ranks."""
     there, slot, held, fresh = _ranks(slots, head, begin, g, K, J, G, TAKE, HELD)
-    weight = tl.exp2(_pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD) - top)
     inside = there[:, None] & (d < D)[None, :]
+    m = _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD)
+    l = _pick(slot, held_l, fresh_l, held, fresh, 0, 0.0, there, HELD)
     o = _pick(slot[:, None], held_o, fresh_o, (held * D)[:, None], (fresh * D)[:, None], d[None, :], 0.0, inside, HELD)
-    total += tl.sum(weight * _pick(slot, held_l, fresh_l, held, fresh, 0, 0.0, there, HELD), axis=0)
-    return total, mixed + tl.sum(weight[:, None] * o, axis=0)
+    return m, l, o
 
 
 @triton.jit
 def _merge(
     slots, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, result, K, J, H,
-    G: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, TAKE: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr,
-    PDL: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DS: tl.constexpr, TAKE: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Canon(A) of DS channels of one query head. TAKE ranks are added at a time, so unused ranks at the end change
-    nothing, nor does their number."""
+    nothing, nor does their number. The first TAKE, all there are at 64 ranks, are loaded once and at once."""
     wait_for_previous(PDL)
     g, h, b = tl.program_id(0) % G, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head, d = b * H + h, (tl.program_id(0) // G) * DS + tl.arange(0, DS)
-    peaks = tl.full([TAKE], float("-inf"), tl.float32)
-    total, mixed = tl.full([], 0.0, tl.float32), tl.zeros([DS], tl.float32)
-    if STEPS > 0:  # the number of steps is known: all loads are in flight at once
-        for step in tl.static_range(STEPS):
-            there, slot, held, fresh = _ranks(slots, head, step * TAKE, g, K, J, G, TAKE, HELD)
-            peaks = tl.maximum(peaks, _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD))
-        top = tl.max(peaks, axis=0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        for step in tl.static_range(STEPS):
-            total, mixed = _add_ranks(
-                total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, step * TAKE, g, d,
-                K, J, G, D, TAKE, HELD,
-            )  # fmt: skip
-    else:
-        for begin in range(0, K, TAKE):
-            there, slot, held, fresh = _ranks(slots, head, begin, g, K, J, G, TAKE, HELD)
-            peaks = tl.maximum(peaks, _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD))
-        top = tl.max(peaks, axis=0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        for begin in range(0, K, TAKE):
-            total, mixed = _add_ranks(
-                total, mixed, top, held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d,
-                K, J, G, D, TAKE, HELD,
-            )  # fmt: skip
+    m, l, o = _load_ranks(
+        held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, 0, g, d, K, J, G, D, TAKE, HELD
+    )  # fmt: skip
+    peaks = m
+    for begin in range(TAKE, K, TAKE):
+        there, slot, held, fresh = _ranks(slots, head, begin, g, K, J, G, TAKE, HELD)
+        peaks = tl.maximum(peaks, _pick(slot, held_m, fresh_m, held, fresh, 0, float("-inf"), there, HELD))
+    top = tl.max(peaks, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(m - top)
+    total, mixed = tl.sum(weight * l, axis=0), tl.sum(weight[:, None] * o, axis=0)
+    for begin in range(TAKE, K, TAKE):
+        m, l, o = _load_ranks(
+            held_o, held_m, held_l, fresh_o, fresh_m, fresh_l, slots, head, begin, g, d, K, J, G, D, TAKE, HELD
+        )  # fmt: skip
+        weight = tl.exp2(m - top)
+        total, mixed = total + tl.sum(weight * l, axis=0), mixed + tl.sum(weight[:, None] * o, axis=0)
     out = tl.where(total == 0, 0.0, tl.div_rn(mixed, total + tl.zeros([DS], tl.float32)))
     tl.store(result + (head * G + g) * D + d, out, mask=d < D)
 
@@ -123,7 +115,7 @@ def merged(slots: torch.Tensor | None, held: Partials, fresh: Partials) -> torch
     tuned = config("merge", result)
     _merge[(group * triton.cdiv(dim, tuned["DS"]), heads, batch)](
         fresh.peak if slots is None else slots, *held, *fresh, result, ranks, held.peak.shape[2], heads,
-        G=group, D=dim, TAKE=_TAKE, STEPS=triton.cdiv(ranks, _TAKE) if ranks <= _UNROLLED else 0,
+        G=group, D=dim, TAKE=_TAKE,
         HELD=slots is not None, **options(result, num_warps=WARPS, **tuned),
     )  # fmt: skip
     return result

@@ -33,10 +33,12 @@ def _attend_part(
     t, d = first + tl.arange(0, ST), tl.arange(0, DP)
     inside = (t < end) & (t < columns)
     held = inside[:, None] & (d < D)[None, :]
-    # Not masked by validity: K and V would wait for its load. What isn't attended may be NaN, and is put out after
-    k = tl.load(keys + t[:, None] * k_t + d[None, :] * k_d, mask=held, other=0.0)
+    # Validity, V and K in this order, not masked by validity: all are in flight before the first is used. With K first,
+    # its way through shared memory came before V's loads. What isn't attended may be NaN, and is put out after
+    bits = tl.load(valid + t * m_t, mask=inside, other=0)
     v = tl.load(values + t[:, None] * v_t + d[None, :] * v_d, mask=held, other=0.0)
-    seen = inside & (tl.load(valid + t * m_t, mask=inside, other=0) != 0)
+    k = tl.load(keys + t[:, None] * k_t + d[None, :] * k_d, mask=held, other=0.0)
+    seen = inside & (bits != 0)
     v = tl.where(seen[:, None], v, 0.0)
     logits = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
