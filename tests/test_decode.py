@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from models import SPARSE, TOLERANCE, left_pad, prompt, tiny_llama
+from models import SPARSE, TOLERANCE, left_pad, predicting, prompt, tiny_llama
 from oracle import check_layer
 from transformers import DynamicCache
 
@@ -34,18 +34,6 @@ def run(model, ids, steps=20, mask=None, **settings):
     with patch_model(model, **{**SPARSE, "trace": True, **settings}) as handle:
         logits = teacher_forced(model, ids, SparseCache(model), steps, mask)
         return logits, handle.trace, handle.stats()
-
-
-@contextlib.contextmanager
-def predicting(monkeypatch, choose):
-    """Make every prediction what `choose(layer, token)` returns."""
-    with monkeypatch.context() as patch:
-
-        def early(layer, prior, token, heads, *_):
-            return torch.cat([token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2)
-
-        patch.setattr(decode, "early_blocks", early)
-        yield
 
 
 def everything(layer, token):

@@ -1,15 +1,15 @@
 """Every family with every selector, in full and half precision: one matrix of what has to hold for all of them."""
 
+import contextlib
 import copy
 import pickle
 
 import pytest
 import torch
-from models import SPARSE, TOLERANCE, greedy, left_pad, prompt, tiny
+from models import SPARSE, TOLERANCE, greedy, left_pad, predicting, prompt, tiny
 from oracle import check_layer
 from transformers import DynamicCache
 
-import hf_sparse_prr.decode as decode
 from hf_sparse_prr import SparseCache, patch_model, patching
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.patches import FAMILIES
@@ -76,18 +76,20 @@ def test_prr_equals_serial_bitwise(model, settings, predicted, monkeypatch):
     tokens, outputs = prompt(15, batch=3, seed=3), []
     for speculate in (False, True):
         with patch_model(model, **settings, speculate=speculate, spec_ratio=1.5, trace=True) as handle:
+            chooser = contextlib.nullcontext()
             if speculate and predicted != "by the EMA":
                 first = slice(None) if predicted == "everything" else slice(-1, None)
 
-                def choose(layer, prior, token, kernels, ema, first=first):
+                def choose(layer, token, first=first):
                     newest = int(token.last.max())
                     blocks = torch.arange(layer.plan.sink_blocks, newest, dtype=torch.int32)
                     return blocks.expand(*layer.keys.shape[:2], -1)[..., first].contiguous()
 
-                monkeypatch.setattr(decode, "predict", choose)
+                chooser = predicting(monkeypatch, choose)
             cache = SparseCache(model)
             forward(model, ids, cache, mask)
-            outputs.append(feed(model, cache, tokens))
+            with chooser:
+                outputs.append(feed(model, cache, tokens))
             predictions = sum(int((entry.predicted >= 0).sum()) for entry in handle.trace)
             assert (predictions > 0) == speculate
             assert handle.stats()["selector_calls"] == 15 * 3
@@ -150,13 +152,13 @@ def test_every_cache_verb_moves_all_side_state(model, settings):
             forward(model, ids, cache, mask)
             cache, logits = verbs(model, cache)
             outputs.append(logits)
-            valid, start = cache.tokens.valid, cache.tokens.start
             for layer in cache.layers:
-                layer.summarise(handle.kernels.module, valid, start)
+                grid = cache.tokens.on(layer.device)
+                layer.summarise(handle.kernels.module, grid)
                 held, layer.summaries, layer.summarised = layer.summaries, (), 0
-                layer.summarise(handle.kernels.module, valid, start)
+                layer.summarise(handle.kernels.module, grid)
                 for row in range(3):
-                    blocks = -(-(layer.length - int(start[row])) // layer.plan.block_size)
+                    blocks = -(-(layer.length - int(grid.start[row])) // layer.plan.block_size)
                     for old, new in zip(held, layer.summaries, strict=True):
                         assert torch.equal(old[row, :, :blocks], new[row, :, :blocks])
             cache.reset()

@@ -1,7 +1,11 @@
 """Small models and prompts that every test uses."""
 
+import contextlib
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_sparse_prr import decode
 
 TOLERANCE = {  # of outputs whose arithmetic may be ordered differently
     torch.float32: dict(rtol=2e-5, atol=2e-5),
@@ -72,3 +76,15 @@ def greedy(model, ids: torch.Tensor, tokens: int = 24, **kwargs) -> torch.Tensor
     """Only the new ids."""
     out = model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
     return out[:, -tokens:]
+
+
+@contextlib.contextmanager
+def predicting(monkeypatch, choose):
+    """Make every prediction what `choose(layer, token)` returns, int32 [B, H, P]."""
+
+    def early(layer, prior, token, heads, *_):
+        return torch.cat([token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "early_blocks", early)
+        yield
