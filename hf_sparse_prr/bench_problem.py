@@ -9,9 +9,9 @@ import torch
 
 from .bench import successive
 from .config import DEFAULT_EMA, LayerPlan
-from .decode import Selection, Token, decode_token, early_blocks, select, token_at
+from .decode import Selection, Token, decode_token, expect, select, token_at
 from .layer import SparseLayer
-from .predictor import Memory
+from .predictor import Expected, Memory
 from .report import Statistics
 from .selectors import SELECTORS
 from .shapes import Shape
@@ -28,14 +28,14 @@ class Case(NamedTuple):
     """One layer and its query of the timed token.
 
     query: [B, H, G, D].  selection: of the token.  hint: the winners of the token before, None without one.
-    early: by hit rate, int32 [B, H, F + P], the forced blocks and the predicted ones.
+    expected: by hit rate.
     """
 
     layer: SparseLayer
     query: torch.Tensor
     selection: Selection
     hint: torch.Tensor | None
-    early: dict[Rate, torch.Tensor]
+    expected: dict[Rate, Expected]
 
 
 def predicted_at(rate: float, free: torch.Tensor, scores: torch.Tensor, seed: int) -> torch.Tensor:
@@ -145,11 +145,12 @@ class Problem:
         prior, heads = layer.memory.prior, query.shape[1]
         selection = select(layer, query, token, self.kernels, self.scale)
         forced = token.forced.expand(-1, heads, -1)
-        early: dict[Rate, torch.Tensor] = {}
+        expected: dict[Rate, Expected] = {}
         for rate in rates:
             if rate is None:
                 ema = layer.memory.coefficients(DEFAULT_EMA, query.shape[0], self.device)
-                early[rate] = early_blocks(layer, prior, token, heads, self.kernels, ema)
+                expected[rate] = expect(layer, prior, token, heads, self.kernels, ema)
             else:
-                early[rate] = torch.cat([forced, predicted_at(rate, selection.free, selection.scores, index)], dim=2)
-        return Case(layer, query, selection, None if prior is None else prior.winners, early)
+                predicted = predicted_at(rate, selection.free, selection.scores, index)
+                expected[rate] = Expected(torch.cat([forced, predicted], dim=2), predicted)
+        return Case(layer, query, selection, None if prior is None else prior.winners, expected)

@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .bench_problem import Case, Rate
 from .bench_time import Call
-from .blocks import top_blocks
 from .config import DEFAULT_EMA, LayerPlan
 from .decode import Token, select
 from .dense import without_cudnn
@@ -60,7 +59,7 @@ class Works:
         return case.query, case.layer.keys, case.layer.values, self.token.valid, self.token.start
 
     def _predicted(self, case: Case, rate: Rate) -> torch.Tensor:
-        return case.early[rate][:, :, self.token.forced.shape[2] :]
+        return case.expected[rate].predicted
 
     def _held(self, blocks: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         return self.kernels.slots_of(blocks, among) >= 0
@@ -103,7 +102,7 @@ class Works:
     def _prr(self, rate: Rate) -> Call:
         def call(index: int) -> torch.Tensor:
             case = self.cases[index]
-            early, overlap = case.early[rate], Overlap(case.query.device)
+            early, overlap = case.expected[rate].early, Overlap(case.query.device)
             with overlap.beside():
                 partials = self._partials(case, early)
             hint = self._predicted(case, rate)
@@ -158,13 +157,13 @@ class Works:
         return {**works, **self._beside(rates[0])}
 
     def _repair_stage(self, rate: Rate) -> Work:
-        held = [self._partials(case, case.early[rate]) for case in self.cases]
+        held = [self._partials(case, case.expected[rate].early) for case in self.cases]
 
         def call(index: int) -> torch.Tensor:
             case = self.cases[index]
-            return self._repair(case, case.selection.selected, case.early[rate], held[index])
+            return self._repair(case, case.selection.selected, case.expected[rate].early, held[index])
 
-        found = self._mean(lambda case: self._held(case.selection.selected, case.early[rate]))
+        found = self._mean(lambda case: self._held(case.selection.selected, case.expected[rate].early))
         missing = self.blocks - self._block * found
         return Work(call, missing, missing, self.hit_rate(rate))
 
@@ -181,8 +180,7 @@ class Works:
 
         def predict(index: int) -> Any:
             step = kernels.ema_step(scores[index], *state[index], ema, plan.sink_blocks, token.next_last)
-            predicted = top_blocks(kernels, step.expected, slots)
-            return step, torch.cat([token.next_forced.expand(-1, heads, -1), predicted], dim=2)
+            return step, kernels.select_blocks(step.expected, token.next_forced, slots)
 
         def count(index: int) -> None:
             selected, free, _ = cases[index].selection

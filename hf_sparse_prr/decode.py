@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import rope_blocks, top_blocks
+from .blocks import rope_blocks
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
 from .ops import traceable
 from .overlap import Overlap
-from .predictor import Prior
+from .predictor import Expected, Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope
 from .tokens import Tokens
@@ -107,23 +107,23 @@ def select(
     return Selection(selected, free, scores)
 
 
-def early_blocks(
+def expect(
     layer: SparseLayer, prior: Prior | None, token: Token, heads: int, kernels: ModuleType, ema: torch.Tensor
-) -> torch.Tensor:
-    """int32 [B, H, F + P]: what is attended to before the selection is known, the forced blocks and those that the
-    prior expects, -1 where it expects nothing."""
-    if prior is not None and prior.early is not None:
-        return prior.early
-    forced = token.forced.expand(-1, heads, -1)
+) -> Expected:
+    """What is attended to before the selection is known: the forced blocks and those that the prior expects, -1 where
+    it expects nothing."""
+    if prior is not None and prior.expected is not None:
+        return prior.expected
     blocks = layer.summaries[0].shape[2]
     slots = min(layer.plan.predicted_blocks, blocks)
     if prior is None:
-        return torch.cat([forced, forced.new_full((*forced.shape[:2], slots), -1)], dim=2)
+        nothing = token.forced.new_full((token.forced.shape[0], heads, slots), -1)
+        return Expected(torch.cat([token.forced.expand(-1, heads, -1), nothing], dim=2), nothing)
     level, trend = prior.ema_state(blocks)
     columns = torch.arange(blocks, device=level.device)
     selectable = (columns >= layer.plan.sink_blocks) & (columns < token.last[:, None])  # none where the row fits
-    expected = kernels.ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan"))
-    return torch.cat([forced, top_blocks(kernels, expected, slots)], dim=2)
+    scores = kernels.ema_predict(level, trend, ema).masked_fill(~selectable[:, None], float("nan"))
+    return Expected(*kernels.select_blocks(scores, token.forced, slots))
 
 
 def _update(
@@ -143,10 +143,10 @@ def _update(
         state = (torch.full_like(scores, float("nan")), torch.zeros_like(scores))
     else:
         state = prior.ema_state(scores.shape[2])
-    level, trend, expected, importance = kernels.ema_step(scores, *state, ema, plan.sink_blocks, token.next_last)
-    predicted = top_blocks(kernels, expected, min(plan.predicted_blocks, scores.shape[2]))
-    early = torch.cat([token.next_forced.expand(-1, scores.shape[1], -1), predicted], dim=2)
-    layer.memory.advance(token.column, Prior(selection.free, level, trend, early))
+    level, trend, hopes, importance = kernels.ema_step(scores, *state, ema, plan.sink_blocks, token.next_last)
+    slots = min(plan.predicted_blocks, scores.shape[2])
+    expected = Expected(*kernels.select_blocks(hopes, token.next_forced, slots))
+    layer.memory.advance(token.column, Prior(selection.free, level, trend, expected))
     return importance
 
 
@@ -178,12 +178,12 @@ def decode_token(
     data = (query, layer.keys, layer.values, token.valid, token.start)
     overlap = Overlap(query.device)
 
-    early, speculative = query.new_empty((*query.shape[:2], 0), dtype=torch.int32), None  # serial: nothing is early
+    early = predicted = query.new_empty((*query.shape[:2], 0), dtype=torch.int32)  # serial: nothing is early
+    speculative = None
     if plan.predicted_blocks:
         with overlap.beside():
-            early = early_blocks(layer, prior, token, heads, kernels, ema)
+            early, predicted = expect(layer, prior, token, heads, kernels, ema)
             speculative = kernels.block_partials(*data, early, token.end, **attend)
-    predicted = early[:, :, token.forced.shape[2] :]
 
     hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)
     if plan.hint in ("predicted", "previous") and prior is not None:

@@ -9,19 +9,28 @@ QUERIES = 32  # prompt queries kept for calibration
 MIN_QUERIES = 8  # fewer don't calibrate
 
 
+class Expected(NamedTuple):
+    """What a token is expected to attend to, int32, ascending, -1 padded. early: [B, H, F + P], with the forced blocks.
+    predicted: [B, H, P], without them."""
+
+    early: torch.Tensor
+    predicted: torch.Tensor
+
+
 class Prior(NamedTuple):
     """State before a decode token. level, trend: fp32 [B, H, N], NaN level where a block was never scored; None while
     nothing is predicted. winners: int32 [B, H, K], the blocks the last token selected by score, -1 padded.
-    early: int32 [B, H, F + P], what the token before this one expected it to attend to, forced blocks first; None where
-    there was none."""
+    expected: what the token before this one expected it to attend to, None where there was none."""
 
     winners: torch.Tensor
     level: torch.Tensor | None = None
     trend: torch.Tensor | None = None
-    early: torch.Tensor | None = None
+    expected: "Expected | None" = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Prior":
-        return Prior(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
+        level, trend = (None if tensor is None else change(tensor) for tensor in (self.level, self.trend))
+        expected = None if self.expected is None else Expected(*map(change, self.expected))
+        return Prior(change(self.winners), level, trend, expected)
 
     def ema_state(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(level, trend) over `blocks` blocks; those that are new to them have never been scored."""

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hf_sparse_prr import SparseConfig, kernel_loader
 from hf_sparse_prr.decode import decode_token, token_at
 from hf_sparse_prr.layer import SparseLayer
-from hf_sparse_prr.predictor import Prior
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.selectors import SELECTORS, Columns
 from hf_sparse_prr.tokens import Step, Tokens
@@ -63,7 +63,7 @@ class Run:
     def capture(self):
         """(replay(step) -> output) after the first steps were eager. Lengths are read on the device alone."""
         query, new = self.queries[0].clone(), [states[:, :, :1].clone() for states in self.new]
-        state = Prior(*(None if held is None else held.clone() for held in self.layer.memory.prior))
+        state = self.layer.memory.prior.map(torch.clone)
         output = torch.empty(BATCH, HEADS, GROUP, DIM)
         self.tokens.valid[:, self.tokens.length :] = True  # `end` hides what isn't there yet
 
@@ -76,7 +76,7 @@ class Run:
             SELECTORS[plan.selector].summarise(self.kernels, layer.summaries, columns, plan)
             layer.memory.prior = state
             output.copy_(self.decode(query))
-            for held, made in zip(state, layer.memory.prior, strict=True):
+            for held, made in zip(tree_leaves(state), tree_leaves(layer.memory.prior), strict=True):
                 if held is not None:
                     held.copy_(made)
 

@@ -82,9 +82,10 @@ def greedy(model, ids: torch.Tensor, tokens: int = 24, **kwargs) -> torch.Tensor
 def predicting(monkeypatch, choose):
     """Make every prediction what `choose(layer, token)` returns, int32 [B, H, P]."""
 
-    def early(layer, prior, token, heads, *_):
-        return torch.cat([token.forced.expand(-1, heads, -1), choose(layer, token)], dim=2)
+    def expect(layer, prior, token, heads, *_):
+        predicted = choose(layer, token)
+        return torch.cat([token.forced.expand(-1, heads, -1), predicted], dim=2), predicted
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "early_blocks", early)
+        patch.setattr(decode, "expect", expect)
         yield
