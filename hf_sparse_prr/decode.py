@@ -26,7 +26,7 @@ class Token(NamedTuple):
     first column, the column after the token's own, and how many lie between.  selects: bool [B], the rows that no
     longer fit.  last: [B], blocks at or past it aren't scored; next_last: that of the token to come.
     forced: int32 [B, 1, F], sinks and last blocks of the rows that select; -1 where no token is left in one.
-    next_forced: those of the token to come, also where they turn out to be empty.
+    next_forced: those of the token to come, if its row selects then, also blocks that turn out to be empty.
     rope: int32 [B, 1, K], the blocks RoPE favours, where they are the hint.
     """
 
@@ -67,7 +67,7 @@ def token_at(
         valid, start, newest_end = tokens.on(device)
         end = newest_end - (tokens.length - 1 - column)  # from the device: a captured step is replayed as it grows
         selects, last, forced = _reach(plan, start, end)
-        _, next_last, next_forced = _reach(plan, start, end + 1)
+        next_selects, next_last, next_forced = _reach(plan, start, end + 1)
         members = start[:, None, None] + forced[..., None] * plan.block_size
         members = members + torch.arange(plan.block_size, device=device)
         real = valid.gather(1, members.clamp(0, valid.shape[1] - 1).flatten(1)).view(members.shape)
@@ -78,7 +78,8 @@ def token_at(
             rope = rope_blocks(inv_freq, start, column, plan.block_size, plan.sink_blocks, last, plan.free_blocks)
         tokens.shared[key] = Token(
             column=column, step=step, valid=valid, start=start, end=end, length=end - start, selects=selects, last=last,
-            next_last=next_last, forced=forced, next_forced=next_forced.to(torch.int32)[:, None], rope=rope,
+            next_last=next_last, forced=forced, rope=rope,
+            next_forced=torch.where(next_selects[:, None], next_forced, -1).to(torch.int32)[:, None],
         )  # fmt: skip
     return tokens.shared[key]
 
@@ -181,8 +182,8 @@ def decode_token(
     early = predicted = query.new_empty((*query.shape[:2], 0), dtype=torch.int32)  # serial: nothing is early
     speculative = None
     if plan.predicted_blocks:
+        early, predicted = expect(layer, prior, token, heads, kernels, ema)  # here: `predicted` is a hint as well
         with overlap.beside():
-            early, predicted = expect(layer, prior, token, heads, kernels, ema)
             speculative = kernels.block_partials(*data, early, token.end, **attend)
 
     hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)

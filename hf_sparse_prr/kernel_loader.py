@@ -162,31 +162,16 @@ def resolve(key: str | Path | ModuleType, strict: bool = False) -> Kernels:
         key: "auto", the copy of the kernel repo that comes with this package, or what LOCAL_KERNELS has in its place;
             "hub" or a repo id, `kernels.get_kernel` with the pinned version; "reference", the references, without
             needing `kernels`; a path to a kernel repo, its build folder or one variant; a module that the user loaded.
-        strict: raise where the source fails, or where a GPU would run references for want of Triton.
+        strict: raise where the source fails.
 
     Raises:
-        KernelError: the source failed, and it is strict, a path, a module or the references; or strict on a GPU without
-            Triton.
+        KernelError: the source failed, and it is strict, a path, a module or the references.
     """
     try:
-        loaded = _load(key)
+        return _load(key)
     except _errors() as error:
         message = _failure(key, error)
         if strict or not (key in ("auto", "hub") or is_repo_id(key)):
             raise KernelError(message) from error
-        following = resolve("reference" if key == "auto" else "auto")
-        return following._replace(fallback=f"{message}. Running instead: {following.source}")
-    if (
-        key == "reference"
-        or isinstance(key, ModuleType)
-        or loaded.backend != "reference"
-        or not torch.cuda.is_available()
-    ):
-        return loaded
-    message = (
-        f"kernels from {loaded.source} run as plain-torch references on this GPU, right and slow: no Triton was found "
-        f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}). Remedy: pip install triton"
-    )
-    if strict:
-        raise KernelError(message)
-    return loaded._replace(fallback=message)
+    following = resolve("reference" if key == "auto" else "auto")
+    return following._replace(fallback=f"{message}. Running instead: {following.source}")

@@ -20,6 +20,7 @@ class Overlap:
 
     def __init__(self, device: torch.device) -> None:
         self._main = self._side = None
+        self._forked = False
         if device.type == "cuda" and not torch.compiler.is_compiling():
             self._main = torch.cuda.current_stream(device)
             key = (device, self._main.cuda_stream)
@@ -34,10 +35,12 @@ class Overlap:
             yield
             return
         self._side.wait_stream(self._main)
+        self._forked = True
         with torch.cuda.stream(self._side):
             yield
 
     def join(self) -> None:
-        """Let the main stream wait for the side stream."""
-        if self._side is not None and self._main is not None:
-            self._main.wait_stream(self._side)
+        """Let the main stream wait for what runs beside it."""
+        if self._side is not None and self._main is not None and self._forked:
+            self._main.wait_stream(self._side)  # unforked it isn't part of a capture, and must not be waited for
+            self._forked = False

@@ -48,9 +48,16 @@ class Binding:
                 "generate() make one",
             )
 
-    def check_step(self, step: Step, grad: bool) -> None:
+    def check_step(self, step: Step, grad: bool, device: torch.device) -> None:
         """The first layer of full attention, before its write: masks that force a dense call, gradients that won't
-        be there."""
+        be there, a GPU without kernels."""
+        backend = getattr(self.handle.kernels.module, "backend", None)
+        if device.type == "cuda" and backend == "reference" and self.handle.config.kernels != "reference":
+            self.handle.fall_back(
+                "no Triton",
+                "the plain-torch reference ops run on this GPU, right and slow: no Triton was found (remedy: pip "
+                "install triton)",
+            )
         if step.dense_reason is not None and self.handle.sparse_plan is not None:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:

@@ -113,7 +113,7 @@ class SparseGQA(_Attention):
                 query, key, value = self.project(hidden_states, position_embeddings)
                 step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
                 if self.layer_idx == cache.leader:
-                    self.binding.check_step(step, grad)
+                    self.binding.check_step(step, grad, key.device)
             except BaseException:  # raised again
                 cache.undo(self.layer_idx)
                 raise

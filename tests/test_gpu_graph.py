@@ -124,7 +124,7 @@ def test_a_users_stream_is_respected():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run = Run("quest", True)
-        torch.cuda._sleep(50_000_000)  # what follows must wait for this stream, and for no other
+        torch.cuda._sleep(2_000_000_000)  # what follows must wait for this stream, and for no other
         got = [run.eager(step) for step in range(20)]
         assert not stream.query()
     torch.cuda.current_stream().wait_stream(stream)

@@ -1,13 +1,16 @@
 """What report(), stats() and the trace say of a patched model, and that the three agree."""
 
+import contextlib
 import gc
 import json
+import re
 
 import pytest
 import torch
 from models import SPARSE, greedy, left_pad, prompt, tiny_llama
 
 from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.tokens import Step
 
 pytestmark = pytest.mark.compat
 STEPS = 23  # decode steps of 24 new tokens: the first one comes from the prompt
@@ -294,3 +297,19 @@ def test_the_report_says_that_nothing_was_selected_yet():
     )
     greedy(model, prompt(100), tokens=5)
     assert "nothing was selected" not in str(handle.report())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gpu_that_runs_references_is_said(strict):
+    """In the first layer, without Triton. On a CPU, or where references were asked for, nothing is said."""
+    said = r"reference ops run on this GPU, right and slow: no Triton was found \(remedy: pip install triton\)"
+    step = Step(0, 1, 0)
+    for kernels, device, speaks in (("auto", "cpu", False), ("reference", "cuda", False), ("auto", "cuda", True)):
+        with patch_model(tiny_llama(), **SPARSE, kernels=kernels, strict=strict) as handle:
+            binding = handle.model.model.layers[0].self_attn.binding
+            with pytest.raises(RuntimeError, match=said) if speaks and strict else contextlib.nullcontext():
+                binding.check_step(step, False, torch.device(device))
+            warned = handle.report().warnings
+            assert bool(warned) == (speaks and not strict)
+            if warned:
+                assert re.search(said, warned[0])

@@ -33,7 +33,7 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def cuda(compiled):
-    return import_module(f"{compiled.__name__}.cuda_kernels")
+    return import_module(f"{compiled.__name__}.cuda_kernels.topk")
 
 
 @pytest.fixture(scope="module")

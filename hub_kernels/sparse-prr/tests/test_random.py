@@ -195,7 +195,8 @@ def check_errors(output, inputs, shape, selected, finite):
     single, _ = softmax_over(inputs, shape, selected, torch.float32)
     ours, usual = (((x.to(shape.dtype) - exact).abs().amax(dim=(2, 3))) for x in (output, single))
     largest = values.abs().amax(dim=(2, 3))
-    assert ((ours <= 1.5 * usual + 1e-7 * largest) | ~finite).all(), ((ours - 1.5 * usual) / largest)[finite].max()
+    # 2.5e-7: two units in the last place of fp32, by which its own sums over 256 channels may differ
+    assert ((ours <= 1.5 * usual + 2.5e-7 * largest) | ~finite).all(), ((ours - 1.5 * usual) / largest)[finite].max()
     # Before it is rounded: weights in 16 bits at least, high and low half
     assert (((output - exact).abs().amax(dim=(2, 3)) <= 1e-5 * largest + 1e-6) | ~finite).all()
 

@@ -71,6 +71,7 @@ def test_without_the_variable_the_folder_is_the_projects_cache(tuned, monkeypatc
     "text, message",
     [
         ("{", "expected JSON, got"),
+        ("[" * 200_000, "expected JSON, got"),
         ("[1]", 'expected an object "config", got None'),
         ('{"config": {"no_op": {}}}', "expected one of quest, .*got 'no_op'"),
         ('{"config": {"quest": {"BN": 32}}}', r"expected \['BN', 'num_warps'\] of quest, got"),
@@ -80,11 +81,24 @@ def test_without_the_variable_the_folder_is_the_projects_cache(tuned, monkeypatc
     ],
 )
 def test_broken_file_is_named_with_the_remedy(tuned, text, message):
+    """And a step runs: by the defaults, with a warning."""
     path = leave(tuned, text)
     with pytest.raises(ValueError, match=message) as caught:
-        tuned.load(GPU)
+        tuned.read(path)
     assert str(path) in str(caught.value)
     assert "delete it, or run `hf-sparse-prr tune` again" in str(caught.value)
+    with pytest.warns(UserWarning, match=message):
+        assert tuned.load(GPU) == tuned.DEFAULTS
+
+
+@pytest.mark.parametrize("failure", [PermissionError("no"), RuntimeError("Could not determine home directory.")])
+def test_no_home_is_no_file(tuned, monkeypatch, failure):
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr(tuned, "user_folder", fail)
+    with pytest.warns(UserWarning, match="no tuned configuration for"):
+        assert tuned.load(GPU) == tuned.DEFAULTS
 
 
 def test_cpu_takes_the_defaults_without_a_warning_or_a_file(tuned, monkeypatch, recwarn):

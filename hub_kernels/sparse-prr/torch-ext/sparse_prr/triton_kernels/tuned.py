@@ -71,7 +71,7 @@ def read(path: Path) -> Table:
 
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: expected JSON, got {error}; {remedy}") from error
     ops: Any = found.get("config") if isinstance(found, dict) else None
     check(isinstance(ops, dict), 'an object "config"', ops)
@@ -92,14 +92,30 @@ def committed(gpu: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def users(gpu: str) -> Path | None:
+    """The file that `hf-sparse-prr tune` left for a GPU; None too where a home or a folder can't be looked into."""
+    try:
+        path = user_folder() / file_name(gpu)
+        return path if path.is_file() else None
+    except (OSError, RuntimeError):
+        return None
+
+
 def load(gpu: str) -> Table:
-    """The parameters of a GPU; without a file the defaults, and a warning."""
-    path = committed(gpu) or user_folder() / file_name(gpu)
-    if path.is_file():
+    """The parameters of a GPU; the defaults, and a warning, without a file or with one of the user's that is broken or
+    of another version: no step fails for want of speed."""
+    path = committed(gpu)
+    if path is not None:
         return read(path)
+    why, path = f"no tuned configuration for {gpu!r}", users(gpu)
+    if path is not None:
+        try:
+            return read(path)
+        except ValueError as error:
+            why = f"the tuned configuration for {gpu!r} can't be used ({error})"
     warnings.warn(
-        f"sparse-prr: no tuned configuration for {gpu!r}, so the defaults run: as exact, maybe slower. Remedy: "
-        "`hf-sparse-prr tune` measures one in a minute or two",
+        f"sparse-prr: {why}, so the defaults run: as exact, maybe slower. Remedy: `hf-sparse-prr tune` measures one in "
+        "a minute or two",
         stacklevel=2,
     )
     return {op: dict(values) for op, values in DEFAULTS.items()}
