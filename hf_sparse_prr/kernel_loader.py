@@ -18,6 +18,7 @@ import torch
 
 REPO_ID = "hf-sparse-prr/sparse-prr"
 VERSION = 1
+_BUNDLED = "the bundled copy"  # as a key: what "auto" means without LOCAL_KERNELS
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OPS = (
     "append_states",
@@ -91,6 +92,13 @@ def _locally_overridden(repo_id: str) -> bool:
     return any(entry.startswith(f"{repo_id}=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
 
 
+def _overridden(key: str | Path | ModuleType) -> bool:
+    """Whether LOCAL_KERNELS answers for what the key names."""
+    if not os.environ.get("LOCAL_KERNELS") or not isinstance(key, str):
+        return False
+    return _locally_overridden(REPO_ID if key in ("auto", "hub") else key)
+
+
 def _bundled() -> Kernels:
     with resources.as_file(resources.files("hf_sparse_prr.bundled")) as folder:
         return _from_folder(folder, "bundled")
@@ -105,8 +113,10 @@ def _load(key: str | Path | ModuleType) -> Kernels:
         return _accept(key, f"module {key.__name__}")
     if key == "reference":
         return _reference()
+    if key == _BUNDLED or (key == "auto" and not _locally_overridden(REPO_ID)):
+        return _bundled()
     if key == "auto":
-        return _from_hub(REPO_ID, "LOCAL_KERNELS") if _locally_overridden(REPO_ID) else _bundled()
+        return _from_hub(REPO_ID, "LOCAL_KERNELS")
     if key == "hub":
         key = REPO_ID
     if is_repo_id(key):
@@ -117,6 +127,8 @@ def _load(key: str | Path | ModuleType) -> Kernels:
 def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
     """What helps, judged by what the failure says."""
     text = f"{type(error).__name__} {error}"
+    if _overridden(key) or "LOCAL_KERNELS entry" in text:
+        return "correct LOCAL_KERNELS, owner/name=path to a kernel repo or its build folder, or unset it"
     if "undefined symbol" in text or "ABI" in text:
         return "the extension was built for another torch (ABI mismatch): install that torch, or a build for this one"
     if isinstance(error, ModuleNotFoundError) and error.name == "kernels":
@@ -137,6 +149,8 @@ def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
 
 def _failure(key: str | Path | ModuleType, error: BaseException) -> str:
     name = REPO_ID if key == "hub" else getattr(key, "__name__", key)
+    if _overridden(key):
+        name = f"LOCAL_KERNELS={os.environ['LOCAL_KERNELS']}"
     reason = " ".join(str(error).split()) or type(error).__name__
     return (
         f"kernels from {name!s} could not be loaded: {type(error).__name__}: {reason} (torch {torch.__version__}, CUDA "
@@ -154,7 +168,6 @@ def _errors() -> tuple[type[Exception], ...]:
     return tuple(known)
 
 
-@cache
 def resolve(key: str | Path | ModuleType, strict: bool = False) -> Kernels:
     """Load the kernels that `SparseConfig.kernels` names.
 
@@ -167,11 +180,20 @@ def resolve(key: str | Path | ModuleType, strict: bool = False) -> Kernels:
     Raises:
         KernelError: the source failed, and it is strict, a path, a module or the references.
     """
+    return _resolve(key, strict, os.environ.get("LOCAL_KERNELS"))
+
+
+@cache
+def _resolve(key: str | Path | ModuleType, strict: bool, local: str | None) -> Kernels:
+    """`resolve`, under one value of LOCAL_KERNELS."""
     try:
         return _load(key)
     except _errors() as error:
         message = _failure(key, error)
-        if strict or not (key in ("auto", "hub") or is_repo_id(key)):
+        if strict or not (key in ("auto", "hub", _BUNDLED) or is_repo_id(key)):
             raise KernelError(message) from error
-    following = resolve("reference" if key == "auto" else "auto")
+    if _overridden(key):
+        following = _resolve(_BUNDLED, False, local)  # not "auto": LOCAL_KERNELS answers for that as well
+    else:
+        following = _resolve("reference" if key in ("auto", _BUNDLED) else "auto", False, local)
     return following._replace(fallback=f"{message}. Running instead: {following.source}")

@@ -181,7 +181,9 @@ class PatchHandle:
         if self.config.speculate == "auto" and self.sparse_plan is not None:
             notes.append("speculate='auto': off, there is no profile for this model and device")
         if self.config.semantics == "superset":
-            notes.append("semantics='superset': predicted blocks are attended to as well, outputs differ from serial")
+            predicts = any(plan.predicted_blocks for plan in self.plans)
+            what = "predicted blocks are attended to as well, outputs differ from serial"
+            notes.append(f"semantics='superset': {what if predicts else 'nothing is predicted, so it changes nothing'}")
         return Report(layers, self.kernels, list(self.warnings.values()), notes)
 
     def stats(self) -> dict[str, Any]:

@@ -134,5 +134,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if not (arguments.repo / "build.toml").is_file():
         parser.error(f"{arguments.repo}: expected a folder with a build.toml")
+    if arguments.cuda:
+        import torch
+
+        if torch.version.cuda is None:
+            parser.error(f"--cuda: expected a CUDA build of torch, got {torch.__version__}")
     for folder in build(arguments.repo, cuda=arguments.cuda):
         print(folder)

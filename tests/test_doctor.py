@@ -12,9 +12,9 @@ from hf_sparse_prr.commands import app
 
 @pytest.fixture(autouse=True)
 def fresh():
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
     yield
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
 
 
 def run(*arguments):

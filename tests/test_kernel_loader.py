@@ -28,9 +28,9 @@ OPS = [
 
 @pytest.fixture(autouse=True)
 def nothing_resolved_before():
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
     yield
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
 
 
 def copy_kernels(target: Path) -> Path:

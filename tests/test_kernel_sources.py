@@ -5,6 +5,7 @@ What huggingface_hub reads at import (offline mode, cache folder) needs a proces
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -25,10 +26,10 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
     monkeypatch.setattr(patching, "_PROCESS_WARNINGS", set())
     yield
-    kernel_loader.resolve.cache_clear()
+    kernel_loader._resolve.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,21 @@ def test_a_module_the_user_loaded(built):
         assert twin.sparse_prr.config == handle.config
     with pytest.raises(kernel_loader.KernelError, match=r"module 'json'|has no append_states"):
         patch_model(tiny_llama(), **SPARSE, kernels=json)
+
+
+def test_a_broken_local_kernels_is_named_and_the_bundled_copy_follows(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={tmp_path / 'nowhere'}")
+    for key in ("auto", "hub", REPO):
+        loaded = kernel_loader.resolve(key)
+        assert loaded.source == "bundled"
+        said = (
+            rf"kernels from LOCAL_KERNELS={REPO}=.*nowhere could not .*Remedy: correct LOCAL_KERNELS, owner/name=path"
+        )
+        assert re.search(said, loaded.fallback)
+        with pytest.raises(kernel_loader.KernelError, match=said):
+            kernel_loader.resolve(key, strict=True)
+    monkeypatch.delenv("LOCAL_KERNELS")
+    assert kernel_loader.resolve("auto").fallback is None  # what was resolved under one value isn't kept for another
 
 
 def test_local_kernels_takes_the_place_of_the_bundled_copy(built):
