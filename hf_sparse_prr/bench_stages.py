@@ -58,21 +58,18 @@ class Works:
     def _data(self, case: Case) -> tuple[torch.Tensor, ...]:
         return case.query, case.layer.keys, case.layer.values, self.token.valid, self.token.start
 
-    def _predicted(self, case: Case, rate: Rate) -> torch.Tensor:
-        return case.expected[rate].predicted
-
     def _held(self, blocks: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         return self.kernels.slots_of(blocks, among) >= 0
 
     def hit_rate(self, rate: Rate) -> float:
         """That the predictions reach."""
-        hits = self._mean(lambda case: self._held(case.selection.free, self._predicted(case, rate)))
+        hits = self._mean(lambda case: self._held(case.selection.free, case.expected[rate].predicted))
         return hits / self._mean(lambda case: case.selection.free >= 0)
 
     def wrong(self, rate: Rate) -> float:
         """Bytes of K/V that are predicted in vain, a layer."""
-        hits = self._mean(lambda case: self._held(self._predicted(case, rate), case.selection.free))
-        return self._block * (self._mean(lambda case: self._predicted(case, rate) >= 0) - hits)
+        hits = self._mean(lambda case: self._held(case.expected[rate].predicted, case.selection.free))
+        return self._block * (self._mean(lambda case: case.expected[rate].predicted >= 0) - hits)
 
     def _dense(self, grouped: bool) -> Call:
         """SDPA over the whole context: as transformers calls it, or with a KV head's query heads as its query tokens,
@@ -105,7 +102,7 @@ class Works:
             early, overlap = case.expected[rate].early, Overlap(case.query.device)
             with overlap.beside():
                 partials = self._partials(case, early)
-            hint = self._predicted(case, rate)
+            hint = case.expected[rate].predicted
             selection = select(case.layer, case.query, self.token, self.kernels, self.scale, hint)
             overlap.join()
             return self._repair(case, selection.selected, early, partials)
@@ -184,7 +181,7 @@ class Works:
 
         def count(index: int) -> None:
             selected, free, _ = cases[index].selection
-            predicted, importance = self._predicted(cases[index], rate), state[index][0]
+            predicted, importance = cases[index].expected[rate].predicted, state[index][0]
             kernels.tally(numbers[index], selected, free, predicted, importance, plan.sink_blocks, token.last)
 
         def append(index: int) -> None:

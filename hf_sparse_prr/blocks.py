@@ -5,10 +5,9 @@ from types import ModuleType
 import torch
 
 
-def top_blocks(kernels: ModuleType, scores: torch.Tensor, k: int, hint: torch.Tensor | None = None) -> torch.Tensor:
+def top_blocks(kernels: ModuleType, scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k best-scored blocks of each KV head, from scores [B, H, N]; a NaN score is never among them."""
-    hints = None if hint is None else hint.flatten(0, 1)
-    return kernels.gvr_topk(scores.flatten(0, 1), k, hint=hints).view(*scores.shape[:2], k)
+    return kernels.gvr_topk(scores.flatten(0, 1), k).view(*scores.shape[:2], k)
 
 
 def rope_blocks(

@@ -88,15 +88,11 @@ def _from_hub(repo_id: str, source: str) -> Kernels:
     return _accept(get_kernel(repo_id, version=VERSION), source)
 
 
-def _locally_overridden(repo_id: str) -> bool:
-    return any(entry.startswith(f"{repo_id}=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
-
-
 def _overridden(key: str | Path | ModuleType) -> bool:
     """Whether LOCAL_KERNELS answers for what the key names."""
-    if not os.environ.get("LOCAL_KERNELS") or not isinstance(key, str):
-        return False
-    return _locally_overridden(REPO_ID if key in ("auto", "hub") else key)
+    repo_id = REPO_ID if key in ("auto", "hub") else key
+    entries = os.environ.get("LOCAL_KERNELS", "").split(":")
+    return isinstance(key, str) and any(entry.startswith(f"{repo_id}=") for entry in entries)
 
 
 def _bundled() -> Kernels:
@@ -113,14 +109,11 @@ def _load(key: str | Path | ModuleType) -> Kernels:
         return _accept(key, f"module {key.__name__}")
     if key == "reference":
         return _reference()
-    if key == _BUNDLED or (key == "auto" and not _locally_overridden(REPO_ID)):
+    if key == _BUNDLED or (key == "auto" and not _overridden(key)):
         return _bundled()
-    if key == "auto":
-        return _from_hub(REPO_ID, "LOCAL_KERNELS")
-    if key == "hub":
-        key = REPO_ID
-    if is_repo_id(key):
-        return _from_hub(str(key), "LOCAL_KERNELS" if _locally_overridden(str(key)) else f"hub {key}")
+    if key in ("auto", "hub") or is_repo_id(key):
+        repo_id = REPO_ID if key in ("auto", "hub") else str(key)
+        return _from_hub(repo_id, "LOCAL_KERNELS" if _overridden(key) else f"hub {repo_id}")
     return _from_folder(Path(os.fspath(key)), str(key))
 
 
