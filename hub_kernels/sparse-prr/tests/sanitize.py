@@ -59,6 +59,10 @@ def main():
     for columns in (1, 31, 2049, 20001):
         for scores in (torch.randn(3, columns), torch.zeros(3, columns), torch.full((3, columns), float("nan"))):
             ops.gvr_topk(scores, 61, lengths=torch.tensor([columns, columns // 2, 0]))
+    for columns, slots, k in ((700, 3, 61), (2049, 40, 61), (9000, 3, 509), (9000, 1, 3000), (20001, 33, 61)):
+        scores = torch.randn(2, 3, columns)
+        forced = torch.arange(0, columns, columns // slots, dtype=torch.int32)[:slots].expand(2, 3, -1).contiguous()
+        ops.select_blocks(scores.scatter(2, forced.long(), float("nan")), forced, k)
     torch.cuda.synchronize()
     print("every kernel ran:", ops.backend)
 

@@ -260,13 +260,17 @@ def test_block_partials_order_and_duplicates_change_no_bit(ops, make_problem, as
 
 
 @pytest.mark.skipif(INTERPRETED, reason="numpy's matmul, which the interpreter takes, changes bits with its shape")
-def test_block_partials_query_head_has_the_bits_of_its_group_of_one(ops, make_problem, assert_same_bits):
-    problem = make_problem(10, group=16, dim=80)
+@pytest.mark.parametrize(("group", "fewer", "heads"), [(8, 1, (0, 3, 7)), (16, 9, (0, 7))])
+def test_block_partials_query_head_has_the_bits_of_a_smaller_group(
+    ops, make_problem, assert_same_bits, group, fewer, heads
+):
+    """Up to 8 query heads, and from 9 on: the products lie the other way round there."""
+    problem = make_problem(10, group=group, dim=80)
     blocks = torch.arange(4, dtype=torch.int32).expand(2, 2, -1)
     together = problem.partials(blocks)
-    for g in (0, 7, 15):
-        alone = replace(problem, query=problem.query[:, :, g : g + 1]).partials(blocks)
-        assert_same_bits(alone, tuple(x[:, :, :, g : g + 1] for x in together))
+    for g in heads:
+        alone = replace(problem, query=problem.query[:, :, g : g + fewer]).partials(blocks)
+        assert_same_bits(alone, tuple(x[:, :, :, g : g + fewer] for x in together))
 
 
 def test_block_partials_neighbours_may_hold_nan(ops, make_problem, assert_same_bits):

@@ -221,7 +221,8 @@ struct Forced {
   int64_t stride;
   int F, first;
 
-  __device__ int at(int t) const { return t < 32 ? first : t < F ? list[t * stride] : -1; }
+  // t is the same for the whole warp.
+  __device__ int at(int t) const { return t < 32 ? __shfl_sync(ALL, first, t) : list[t * stride]; }
 
   __device__ void read(const Arguments& a, int64_t batch, int64_t head) {
     const int lane = threadIdx.x % 32;
@@ -231,23 +232,48 @@ struct Forced {
     first = lane < F ? list[lane * stride] : -1;
   }
 
-  // Bit b: block from + b is forced and below `to`.
-  __device__ unsigned marks(int from, int to) const {
-    unsigned found = 0;
-    for (int t = threadIdx.x % 32; t < (F + 31) / 32 * 32; t += 32) {
-      const int f = at(t);
-      found |= f >= from && f < to && f - from < 32 ? 1u << (f - from) : 0u;
-    }
-    return __reduce_or_sync(ALL, found);
+  __device__ bool less(int f, int block) const { return static_cast<unsigned>(f) < static_cast<unsigned>(block); }
+
+  // How many are in front of a block, the same for the whole warp.
+  __device__ int ahead(int block) const {
+    int found = __popc(__ballot_sync(ALL, less(first, block)));
+    for (int t = 32; t < F; ++t) found += less(list[t * stride], block);
+    return found;
   }
 
-  // How many lie in [from, to).
-  __device__ int count(int from, int to) const {
+  // The same for a block of each lane. There are up to 4 as a rule: shuffles in a row take the time of one.
+  __device__ int before(int block) const {
     int found = 0;
-    for (int t = threadIdx.x % 32; t < (F + 31) / 32 * 32; t += 32) found += at(t) >= from && at(t) < to;
-    return __reduce_add_sync(ALL, found);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) found += less(__shfl_sync(ALL, first, t), block);
+    for (int t = 4; t < F; ++t) found += less(at(t), block);
+    return found;
   }
 };
+
+// The forced blocks and the `total` in `list`, which are also written to free; all ascending, -1 behind.
+template <int THREADS>
+__device__ void merge(const int* list, int total, const Arguments& a, int64_t r, const Forced& forced) {
+  constexpr int WARPS = THREADS / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int *free = a.free + r * a.k, *selected = a.selected + r * (a.F + a.k);
+  for (int from = 32 * warp; from < total; from += THREADS) {
+    const int i = from + lane, block = i < total ? list[i] : 0, before = forced.before(block);
+    if (i < total) {
+      free[i] = block;
+      selected[i + before] = block;
+    }
+  }
+  for (int t = WARPS - 1 - warp; t < a.F; t += WARPS) {  // a warp each, the ones without a part in the above first
+    const int block = forced.at(t);
+    if (block < 0) continue;
+    int at = forced.ahead(block);
+    for (int from = 0; from < total; from += 32)
+      at += __popc(__ballot_sync(ALL, from + lane < total && list[from + lane] < block));
+    if (lane == 0) selected[at] = block;
+  }
+  for (int i = total + forced.ahead(INT32_MAX) + threadIdx.x; i < a.F + a.k; i += THREADS) selected[i] = -1;
+}
 
 // Write what the cut takes, ascending, and merged with the forced blocks; -1 behind.
 template <int THREADS, typename Row>
@@ -278,10 +304,9 @@ __device__ void compact(Row& row, Cut cut, const Arguments& a, int64_t r, const 
   if (a.candidates && threadIdx.x == 0) a.candidates[r] = total + ties;
   total += min(ties, cut.ties);
 
+  // To be merged with the forced blocks a list is in shared memory, if it fits; marks in this loop cost 1 us more.
   int* free = a.free + r * a.k;
-  int* selected = a.selected ? a.selected + r * (a.F + a.k) : nullptr;
-  int marked = selected ? forced.count(0, row.start) : 0;
-  const bool marks_here = selected && forced.count(row.start, row.end);
+  int* list = a.selected && a.k <= BINS ? shared.histogram : free;
   row.each([&](uint32_t key, int from) {
     bool chosen = key > cut.key;
     if (cut.ties) {
@@ -290,25 +315,13 @@ __device__ void compact(Row& row, Cut cut, const Arguments& a, int64_t r, const 
       tied += __popc(equals);
     }
     const unsigned winners = __ballot_sync(ALL, chosen);
-    const unsigned marks = marks_here ? forced.marks(from, row.end) : 0;
-    const int at = slot + __popc(winners & below);
-    if (chosen) free[at] = from + lane;
-    if (selected && (chosen || marks >> lane & 1)) selected[at + marked + __popc(marks & below)] = from + lane;
+    if (chosen) list[slot + __popc(winners & below)] = from + lane;
     slot += __popc(winners);
-    marked += __popc(marks);
   });
   for (int i = total + threadIdx.x; i < a.k; i += THREADS) free[i] = -1;
-  if (!selected) return;
-  const int inside = forced.count(0, row.limit), all = inside + forced.count(row.limit, INT32_MAX);
-  for (int i = total + all + threadIdx.x; i < a.F + a.k; i += THREADS) selected[i] = -1;
-  if (warp > 0 || inside == all) return;
-  int last = total + inside;  // forced blocks behind the row
-  for (int t = lane; t < (a.F + 31) / 32 * 32; t += 32) {
-    const int f = forced.at(t);
-    const unsigned behind = __ballot_sync(ALL, f >= row.limit);
-    if (f >= row.limit) selected[last + __popc(behind & below)] = f;
-    last += __popc(behind);
-  }
+  if (!a.selected) return;
+  __syncthreads();
+  merge<THREADS>(list, total, a, r, forced);
 }
 
 template <typename T, int THREADS, int ITEMS, bool RESIDENT>

@@ -24,11 +24,11 @@ CONTEXTS = (2**15, 2**17, 2**19)
 BLOCK, SELECTED, WINDOWS = 64, 64, 4  # tokens of a block, blocks of a selection, windows of a block
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "quest": {"BN": (16, 32, 64, 128), "num_warps": (2, 4, 8)},
-    "window_logits": {"BW": (16, 32, 64, 128), "num_warps": (2, 4, 8)},
+    "window_logits": {"BW": (32, 64, 128, 256), "num_warps": (2, 4, 8)},
     "window_shares": {"BN": (16, 32, 64, 128), "num_warps": (2, 4, 8)},
     "merge": {"DS": (16, 32, 64)},
     "select": {"num_warps": (4, 8, 16, 32)},
-    "ema_step": {"CHUNK": (512, 1024, 2048, 4096), "num_warps": (4, 8, 16)},
+    "ema_step": {"CHUNK": (256, 512, 1024), "num_warps": (4, 8)},
 }
 _WORTH = 0.98  # of the defaults' time: a smaller gain is noise, and not worth other bits
 _L2 = 2**27  # bytes that no GPU's L2 holds: a decode step finds nothing of its layer there

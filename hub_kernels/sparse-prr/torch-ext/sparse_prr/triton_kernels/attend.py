@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..reference.attend import LOG2_E, Partials
 from .launch import options, wait_for_previous
-from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
+from .tile import WARPS, attend_tile, padded, padded_group, part_of, store_tile
 
 
 @triton.jit
@@ -25,10 +25,9 @@ def _partials(
         o, m, l = tl.zeros([GP, DP], tl.float32), tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
     else:
-        q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, origin + block * S, limit,
-            columns, k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
+            query + b * q_b + h * q_h, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b,
+            origin + block * S, limit, columns, q_g, q_d, k_t, k_d, v_t, v_d, m_t, scale, G, D, GP, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
 
@@ -62,7 +61,7 @@ def block_partials(
     _partials[(slots, heads, batch)](
         query, keys, values, valid, start, end, blocks, *partials, keys.shape[2], slots, heads, scale * LOG2_E,
         *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *blocks.stride(), *start.stride(),
-        *end.stride(), G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
+        *end.stride(), G=group, D=dim, GP=padded_group(group), DP=padded(dim), S=block_size,
         ST=part_of(block_size, dim, keys.element_size()), **options(query, num_warps=WARPS),
     )  # fmt: skip
     return partials

@@ -8,7 +8,7 @@ from ..reference.attend import LOG2_E, Partials
 from ..reference.merge import check_partials
 from .attend import block_partials, empty_partials
 from .launch import options, wait_for_previous
-from .tile import WARPS, attend_tile, load_query, padded, part_of, store_tile
+from .tile import WARPS, attend_tile, padded, padded_group, part_of, store_tile
 from .tuned import config
 
 _TAKE = 64  # ranks that are added at a time
@@ -36,10 +36,9 @@ def _repair(
     at = (b * H + h) * K + rank
     tl.store(slots + at, tl.where(block < 0, -2, slot))
     if (block >= 0) & (slot < 0):
-        q = load_query(query + b * q_b + h * q_h, q_g, q_d, G, D, GP, DP)
         o, m, l = attend_tile(
-            q, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b, origin + block * S, limit,
-            columns, k_t, k_d, v_t, v_d, m_t, scale, D, DP, S, ST,
+            query + b * q_b + h * q_h, keys + b * k_b + h * k_h, values + b * v_b + h * v_h, valid + b * m_b,
+            origin + block * S, limit, columns, q_g, q_d, k_t, k_d, v_t, v_d, m_t, scale, G, D, GP, DP, S, ST,
         )  # fmt: skip
         store_tile(output, peak, total, o, m, l, at, G, D, GP, DP)
 
@@ -162,7 +161,7 @@ def repair_merge(
         keys.shape[2], ranks, guesses, heads, scale * LOG2_E,
         *query.stride(), *keys.stride(), *values.stride(), *valid.stride(), *start.stride(), *end.stride(),
         *selected.stride(), *predicted.stride(),
-        G=group, D=dim, GP=padded(group), DP=padded(dim), S=block_size,
+        G=group, D=dim, GP=padded_group(group), DP=padded(dim), S=block_size,
         ST=part_of(block_size, dim, keys.element_size()), JP=padded(guesses), **options(query, num_warps=WARPS),
     )  # fmt: skip
     return merged(slots, partials, fresh)

@@ -9,7 +9,8 @@ from .launch import options, wait_for_previous
 from .tile import padded
 from .tuned import config
 
-_TILES = 64  # whose maxima and sums a program combines at a time
+_TILES = 128  # whose maxima and sums a program combines at a time, one a thread: a sum's order must not follow N
+_COMBINING = 4  # its warps
 
 
 @triton.jit
@@ -123,33 +124,45 @@ def _window_logits(
 
 
 @triton.jit
+def _combine(peaks, totals, tiles, TC: tl.constexpr, PDL: tl.constexpr):
+    """Of one query head: its tiles' maximum, 0 if there is none, and their sum under it, in place of the first tile's.
+    TC at a time: room behind the last window changes no bit."""
+    wait_for_previous(PDL)
+    row, t = tl.program_id(0).to(tl.int64) * tiles, tl.arange(0, TC)
+    top = tl.full([TC], float("-inf"), tl.float32)
+    for begin in range(0, tiles, TC):
+        top = tl.maximum(top, tl.load(peaks + row + begin + t, mask=begin + t < tiles, other=float("-inf")))
+    highest = tl.max(top, axis=0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.zeros([TC], tl.float32)
+    for begin in range(0, tiles, TC):
+        peak = tl.load(peaks + row + begin + t, mask=begin + t < tiles, other=float("-inf"))
+        part = tl.load(totals + row + begin + t, mask=begin + t < tiles, other=0.0)
+        total += part * tl.exp(peak - highest)
+    whole = tl.sum(total, axis=0)
+    tl.debug_barrier()  # the first tile's are read by now
+    tl.store(peaks + row, highest)
+    tl.store(totals + row, whole)
+
+
+@triton.jit
 def _window_shares(
     logits, peaks, totals, last, scores, first, N, tiles, e_b, H,
-    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, TC: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores of BN blocks from the logits of their windows, under the softmax of the whole row."""
     wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    n, slot, t = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, W), tl.arange(0, TC)
+    n, slot = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, W)
     inside = n < N
     w = n[:, None] * W + slot[None, :]
     summed = tl.zeros([BN, W], tl.float32)
     seen = tl.zeros([BN, W], tl.int32)
     for g in tl.static_range(G):
         row = (b * H + h) * G + g
-        top = tl.full([], float("-inf"), tl.float32)
-        for begin in range(0, tiles, TC):
-            peak = tl.load(peaks + row * tiles + begin + t, mask=begin + t < tiles, other=float("-inf"))
-            top = tl.maximum(top, tl.max(peak, axis=0))
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.full([], 0.0, tl.float32)
-        for begin in range(0, tiles, TC):  # TC at a time: room behind the last window changes no bit
-            peak = tl.load(peaks + row * tiles + begin + t, mask=begin + t < tiles, other=float("-inf"))
-            part = tl.load(totals + row * tiles + begin + t, mask=begin + t < tiles, other=0.0)
-            total += tl.sum(part * tl.exp(peak - top), axis=0)
         x = tl.load(logits + row * N * W + w, mask=inside[:, None], other=float("-inf"))
         seen = seen | (x != float("-inf")).to(tl.int32)
-        summed += tl.exp(x - top) / total
+        summed += tl.exp(x - tl.load(peaks + row * tiles)) / tl.load(totals + row * tiles)
     nan = (summed != summed) & (seen > 0)
     best = tl.max(tl.where(seen > 0, summed, float("-inf")), axis=1)
     spoiled = tl.sum(nan.to(tl.int32), axis=1) > 0
@@ -169,8 +182,8 @@ def infllm_scores(
     scale: float,
     stride: int,
 ) -> torch.Tensor:
-    """As the reference. The softmax is exact: one kernel leaves logits and each tile's maximum and sum, the next one
-    combines those. W, the windows of a block, is a power of two up to 8."""
+    """As the reference. The softmax is exact: one kernel leaves logits and each tile's maximum and sum, one combines
+    those, and one takes shares. W, the windows of a block, is a power of two up to 8."""
     batch, heads, group, dim = query.shape
     blocks, windows = means.shape[2:4]
     scores = query.new_empty((batch, heads, blocks), dtype=torch.float32)
@@ -187,9 +200,10 @@ def infllm_scores(
         heads, G=group, D=dim, GP=padded(group), DP=padded(dim), W=windows,
         **options(query, **tuned),
     )  # fmt: skip
+    _combine[(batch * heads * group,)](peaks, totals, tiles, TC=_TILES, **options(query, num_warps=_COMBINING))
     tuned = config("window_shares", query)
     _window_shares[(triton.cdiv(blocks, tuned["BN"]), heads, batch)](
         logits, peaks, totals, last, scores, first, blocks, tiles, *last.stride(), heads,
-        G=group, W=windows, TC=_TILES, **options(query, **tuned),
+        G=group, W=windows, **options(query, **tuned),
     )  # fmt: skip
     return scores

@@ -11,7 +11,7 @@ the layouts that Triton 3.6 compiles for sm_90):
     quest          BN, num_warps: the sum over D, where a tile is too small for 16-byte loads by every thread; not at
                    D = 128 in bfloat16 from 16 blocks on
     window_logits  BW: which windows a partial sum of the softmax holds; num_warps: the order within it
-    window_shares  num_warps: the sum over partial sums; BN can't
+    window_shares  nothing: a sum over query heads, one after the other
     merge          DS: the sum over ranks
     select         nothing: it compares integers
     ema_step       nothing: minimum, maximum and elementwise
@@ -34,13 +34,13 @@ Table = dict[str, dict[str, int]]
 
 DEFAULTS: Table = {
     "quest": {"BN": 32, "num_warps": 4},  # blocks of a program
-    "window_logits": {"BW": 64, "num_warps": 4},  # windows of a program
+    "window_logits": {"BW": 128, "num_warps": 4},  # windows of a program
     "window_shares": {"BN": 32, "num_warps": 4},
     "merge": {"DS": 32},  # channels of a program
     "select": {"num_warps": 16},  # of a program that holds a full chunk
-    "ema_step": {"CHUNK": 1024, "num_warps": 8},  # blocks that are held at a time
+    "ema_step": {"CHUNK": 512, "num_warps": 8},  # blocks of a program
 }
-_LIMITS = {"BN": (16, 1024), "BW": (16, 1024), "DS": (16, 256), "CHUNK": (256, 16384), "num_warps": (1, 32)}
+_LIMITS = {"BN": (16, 1024), "BW": (16, 1024), "DS": (16, 256), "CHUNK": (128, 4096), "num_warps": (1, 32)}
 _COMMITTED = Path(__file__).parent / "tuned"
 
 _tables: dict[int, Table] = {}  # by device index, -1 the CPU
