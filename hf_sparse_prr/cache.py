@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .config import SparseConfig, is_int
+from .indexed import IndexedLayer, indexer_of
 from .layer import SparseLayer, writes
 from .mixed import Undo, check_crop, check_states, kinds_of, leader_of, other_layers
 from .tokens import Step, Tokens
@@ -50,7 +51,9 @@ class SparseCache(Cache):
         others = other_layers(config) if handle is None else handle.others
         if None not in others:
             raise ValueError(f"cache: expected a layer of full attention, got only {', '.join(set(kinds_of(others)))}")
-        layers = [SparseLayer(max_length) if other is None else copy.deepcopy(other) for other in others]
+        self.indexer = indexer_of(config) if handle is None else handle.indexer
+        full = SparseLayer if self.indexer is None else IndexedLayer
+        layers = [full(max_length) if other is None else copy.deepcopy(other) for other in others]
         super().__init__(layers=layers)
         self.kinds = kinds_of(others) if handle is None else handle.kinds
         self.leader = leader_of(self.kinds)
@@ -91,7 +94,7 @@ class SparseCache(Cache):
         """Take on the settings of a patched model."""
         self.check_settings(config)
         if self.sparse_config is None:
-            for layer, plan in zip(self.layers, config.plan(self.kinds), strict=True):
+            for layer, plan in zip(self.layers, config.plan(self.kinds, self.indexer), strict=True):
                 layer.plan = plan
         self.sparse_config = config
 

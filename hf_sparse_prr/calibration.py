@@ -31,8 +31,8 @@ GRID = (
 def prompt_scores(
     layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float
 ) -> list[torch.Tensor]:
-    """fp32 [B, H, N] for each remembered prompt query; NaN for blocks it wouldn't have selected from, and for rows in
-    which it is padding."""
+    """Of blocks: fp32 [B, H, N] for each remembered prompt query; NaN for blocks it wouldn't have selected from, and
+    for rows in which it is padding."""
     plan, memory = layer.plan, layer.memory
     assert memory.queries is not None
     scores = []
@@ -56,11 +56,10 @@ def hit_weights(
     return torch.where(total > 0, hit / total, 0.0).sum(dim=1), (total > 0).sum(dim=1)
 
 
-def calibrate(layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float) -> None:
-    """Choose the coefficients of each batch row and start its EMA. Rows with fewer than 8 remembered queries keep the
-    default and an empty prior."""
+def calibrate(layer: SparseLayer, valid: torch.Tensor, scores: list[torch.Tensor], kernels: ModuleType) -> None:
+    """Choose the coefficients of each batch row and start its EMA, from the scores, fp32 [B, H, N], of the remembered
+    prompt queries. Rows with fewer than 8 of them keep the default and an empty prior."""
     plan, memory = layer.plan, layer.memory
-    scores = prompt_scores(layer, valid, start, kernels, scale)
     batch, heads, blocks = scores[0].shape
     candidates = torch.tensor(GRID, dtype=torch.float32, device=valid.device)
     ema = candidates.repeat_interleave(batch, dim=0)  # [C * B, 3], candidate-major

@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .kernel_loader import is_repo_id
 from .selectors import SELECTORS, Selector
+
+if TYPE_CHECKING:
+    from .indexed import Indexer
 
 BLOCK_SIZES = (16, 32, 64, 128)
 SEMANTICS = ("exact", "superset")
 HINTS = ("predicted", "previous", "rope", "none")
 KERNEL_SOURCES = ("auto", "hub", "reference")
 DEFAULT_EMA = (0.4, 0.1, 0.25)
+INDEXED = "dsa"  # the selector of models that have an indexer of their own
+_SIZES = ("dense_length", "workspace")
 _MANY = 2**31  # more blocks than any cache holds
 _LEAST = 1e-6  # of alpha and beta: fp32 keeps it and its complement
 
@@ -50,7 +55,9 @@ class SparseConfig:
 
     Attributes:
         selector: how blocks are scored. "quest": a bound from the minimum and maximum of a block's keys. "infllm_v2":
-            attention weights on means of 32 keys. "auto" is "quest".
+            attention weights on means of 32 keys. "dsa": the model's own indexer, which chooses tokens, not blocks;
+            budget, block_size, sinks, local blocks and dense layers are then the model's business. "auto" is "dsa" for
+            a model that has an indexer, else "quest".
         budget: tokens attended per KV head and step, forced blocks included; rounded down to whole blocks. At least
             one block more than the forced ones. None: dense.
         block_size: tokens in a block; "auto" is 32 for quest, whose bound loosens as blocks grow, and 64 for infllm_v2.
@@ -72,6 +79,9 @@ class SparseConfig:
         dense_length: a batch row of fewer tokens stays dense even above its budget (InfLLM-v2's dense_len).
         group: how the scores of the query heads of a KV head combine, "sum" or, for quest, "max".
         sparse_prefill: prompt tokens select as well, each for itself as if decoded, once their row outgrew its budget.
+            With an indexer they always do.
+        workspace: bytes that the prompt of a model with an indexer may take for scores and gathered latents at a time;
+            its queries come in as many parts as that needs.
     """
 
     selector: str = "auto"
@@ -91,6 +101,7 @@ class SparseConfig:
     dense_length: int = 0
     group: str = "sum"
     sparse_prefill: bool = False
+    workspace: int = 2**30
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -108,6 +119,7 @@ class SparseConfig:
             "'auto' or an int >= 0",
             self.dense_layers,
         )
+        _expect(is_int(self.workspace) and self.workspace > 0, "workspace", "an int > 0, bytes", self.workspace)
         _expect(is_int(self.dense_length) and self.dense_length >= 0, "dense_length", "an int >= 0", self.dense_length)
         _expect(
             isinstance(self.speculate, bool) or self.speculate == "auto",
@@ -123,7 +135,7 @@ class SparseConfig:
         )
         self._check_ema()
         self._check_budget()
-        for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers", "dense_length"):
+        for field in ("budget", "block_size", "sink_blocks", "local_blocks", "dense_layers", *_SIZES):
             value = getattr(self, field)
             if is_int(value):  # also numpy's
                 object.__setattr__(self, field, int(value))
@@ -142,13 +154,21 @@ class SparseConfig:
             _expect(isinstance(getattr(self, field), bool), field, "a bool", getattr(self, field))
 
     def _check_choices(self) -> None:
-        for field, choices in (("selector", ("auto", *SELECTORS)), ("semantics", SEMANTICS), ("hint", HINTS)):
+        for field, choices in (("selector", ("auto", *SELECTORS, INDEXED)), ("semantics", SEMANTICS), ("hint", HINTS)):
             value = getattr(self, field)
             _expect(isinstance(value, str) and value in choices, field, _choices(choices), value)
+        if self.selector == INDEXED:
+            self._check_indexed()
+            return
         selector = SELECTORS[self.resolved_selector]
         _expect(isinstance(selector, Selector), "selector", f"an instance of Selector as {self.selector!r}", selector)
         groups = selector.groups
         _expect(self.group in groups, "group", f"{_choices(groups)} for selector {self.selector!r}", self.group)
+
+    def _check_indexed(self) -> None:
+        """What contradicts a selection by the model's own rule."""
+        _expect(self.dense_layers in ("auto", 0), "dense_layers", f"'auto' or 0 with {INDEXED!r}", self.dense_layers)
+        _expect(self.semantics == "exact", "semantics", f"'exact' with {INDEXED!r}", self.semantics)
 
     def _check_ema(self) -> None:
         ema = self.ema
@@ -166,7 +186,7 @@ class SparseConfig:
         object.__setattr__(self, "ema", tuple(float(value) for value in ema))
 
     def _check_budget(self) -> None:
-        if self.budget is None:
+        if self.budget is None or self.selector == INDEXED:
             return
         needed = self.forced_blocks + 1
         _expect(
@@ -180,6 +200,8 @@ class SparseConfig:
     @property
     def tokens_per_block(self) -> int:
         """block_size with "auto" resolved."""
+        if self.selector == INDEXED:
+            return 1
         return SELECTORS[self.resolved_selector].block_size if self.block_size == "auto" else self.block_size
 
     @property
@@ -218,11 +240,20 @@ class SparseConfig:
             state["kernels"] = import_module(state["kernels"][1])
         self.__dict__.update(state)
 
-    def plan(self, kinds: Sequence[str]) -> list["LayerPlan"]:
-        """What each attention layer does. ValueError where `dense_layers` exceeds them.
+    def plan(self, kinds: Sequence[str], indexer: "Indexer | None" = None) -> list["LayerPlan"]:
+        """What each attention layer does. ValueError where `dense_layers` exceeds them, or the selector isn't the
+        model's.
 
-        kinds: of each layer, "" for full attention, else what it has instead, which stays dense.
+        kinds: of each layer, "" for full attention, else what it has instead, which stays dense.  indexer: the model's.
         """
+        if indexer is not None:
+            return self._plan_indexed(indexer)
+        _expect(
+            self.selector != INDEXED,
+            "selector",
+            _choices(("auto", *SELECTORS)) + ": this model has no indexer",
+            INDEXED,
+        )
         layers = len(kinds)
         dense = min(2, layers - 1) if self.dense_layers == "auto" else self.dense_layers
         _expect(dense <= layers, "dense_layers", f"at most {layers}, the model's layers", dense)
@@ -234,6 +265,27 @@ class SparseConfig:
             LayerPlan.dense(kind)._replace(full=False) if kind else leading if index < dense else sparse
             for index, kind in enumerate(kinds)
         ]
+
+    def _plan_indexed(self, indexer: "Indexer") -> list["LayerPlan"]:
+        """Tokens as blocks of one, none of them forced."""
+        only = f"'auto' or {INDEXED!r}: this model selects by its own indexer"
+        _expect(self.selector in ("auto", INDEXED), "selector", only, self.selector)
+        self._check_indexed()
+        ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
+        full = LayerPlan(
+            status="sparse",
+            reason="",
+            selector=INDEXED,
+            block_size=1,
+            blocks=indexer.topk,
+            sparse_prefill=True,
+            predicted_blocks=math.floor(min(ratio * indexer.topk, _MANY)) if self.speculate is True else 0,
+            ema=None if self.ema == "calibrate" else self.ema,
+            hint=self.hint,
+        )
+        reason = "the tokens of the last layer that has an indexer"
+        shared = full._replace(status="shared", reason=reason, predicted_blocks=0)
+        return [shared if follows else full for follows in indexer.shared]
 
     def _sparse(self, budget: int) -> "LayerPlan":
         blocks = min(budget // self.tokens_per_block, _MANY)

@@ -1,12 +1,12 @@
 """One decode token of one layer: predict -> speculate || select -> repair and merge || update."""
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .blocks import rope_blocks
-from .calibration import calibrate
+from .calibration import calibrate, prompt_scores
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
 from .ops import traceable
@@ -15,6 +15,9 @@ from .predictor import Expected, Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope
 from .tokens import Tokens
+
+if TYPE_CHECKING:
+    from .bundled.reference import Partials
 
 _WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be endless
 
@@ -115,7 +118,7 @@ def expect(
     it expects nothing."""
     if prior is not None and prior.expected is not None:
         return prior.expected
-    blocks = layer.summaries[0].shape[2]
+    blocks = layer.scored_blocks(token.column)
     slots = min(layer.plan.predicted_blocks, blocks)
     if prior is None:
         nothing = token.forced.new_full((token.forced.shape[0], heads, slots), -1)
@@ -151,6 +154,84 @@ def _update(
     return importance
 
 
+class BlockAttention:
+    """How one token attends where each KV head selects blocks of keys. query: [B, H, G, D], post-RoPE."""
+
+    def __init__(
+        self, layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
+    ) -> None:
+        self.layer, self.query, self.token, self.kernels, self.scale = layer, query, token, kernels, scale
+        self.heads = query.shape[1]
+        self._data = (query, layer.keys, layer.values, token.valid, token.start)
+        self._how: dict[str, Any] = dict(scale=scale, block_size=layer.plan.block_size)
+
+    def prompt_scores(self) -> list[torch.Tensor]:
+        """Of the remembered prompt queries, fp32 [B, H, N]."""
+        return prompt_scores(self.layer, self.token.valid, self.token.start, self.kernels, self.scale)
+
+    def speculate(self, early: torch.Tensor) -> "Partials":
+        return self.kernels.block_partials(*self._data, early, self.token.end, **self._how)
+
+    def select(self, predicted: torch.Tensor | None, previous: torch.Tensor | None) -> Selection:
+        """predicted, previous: what may hint at the winners, as the settings ask."""
+        rope = self.token.rope
+        hint = previous if predicted is None else predicted
+        if hint is None and rope is not None:
+            hint = rope.expand(-1, self.heads, -1)
+        return select(self.layer, self.query, self.token, self.kernels, self.scale, hint)
+
+    def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: Any) -> torch.Tensor:
+        return self.kernels.repair_merge(*self._data, attended, self.token.end, early, speculative, **self._how)
+
+    def traced(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids as a trace has them: counted from the row's first real token."""
+        return ids
+
+
+def decode_step(
+    attention: Any, layer: SparseLayer, layer_idx: int, token: Token, kernels: Any, statistics: Statistics, trace: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Predict, speculate beside the selection, repair and merge, and remember: `BlockAttention` or another class of its
+    methods says how. Returns its result and the ids attended to, int32 [B, H, K]."""
+    plan, like = layer.plan, token.forced
+    batch, device = token.valid.shape[0], token.valid.device
+    if layer.memory.uncalibrated:
+        calibrate(layer, token.valid, attention.prompt_scores(), kernels)
+    prior = layer.memory.prior
+    ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, device)
+    overlap = Overlap(device)
+
+    early = predicted = like.new_empty((batch, attention.heads, 0))  # serial: nothing is early
+    speculative = None
+    if plan.predicted_blocks:
+        early, predicted = expect(layer, prior, token, attention.heads, kernels, ema)  # here: also a hint
+        with overlap.beside():
+            speculative = attention.speculate(early)
+
+    hints = plan.hint in ("predicted", "previous") and prior is not None
+    foreseen = hints and plan.hint == "predicted" and plan.predicted_blocks > 0
+    previous = prior.winners if hints and not foreseen and prior is not None else None
+    selection = attention.select(predicted if foreseen else None, previous)
+    overlap.join()
+    attended = selection.selected
+    if plan.superset:
+        extra = predicted.masked_fill(kernels.slots_of(predicted, attended) >= 0, -1)
+        attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
+
+    with overlap.beside():
+        importance = _update(layer, token, selection, kernels, ema)
+        numbers = _count(statistics, layer_idx, layer, selection)
+        kernels.tally(numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, token.last)
+    output = attention.repair(attended, early, speculative)
+    overlap.join()
+    if trace:
+        free = selection.free
+        missed = kernels.ascending(free.masked_fill(kernels.slots_of(free, predicted) >= 0, -1))
+        lists = (attention.traced(ids) for ids in (predicted, selection.selected, missed))
+        statistics.trace.append(TraceEntry(token.step, layer_idx, *lists))
+    return output, attended
+
+
 def decode_token(
     layer: SparseLayer,
     layer_idx: int,
@@ -170,43 +251,8 @@ def decode_token(
         fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
     kernels = traceable(kernels)
-    plan, heads = layer.plan, query.shape[1]
-    if layer.memory.uncalibrated:
-        calibrate(layer, token.valid, token.start, kernels, scale)
-    prior = layer.memory.prior
-    ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, query.shape[0], query.device)
-    attend = dict(scale=scale, block_size=plan.block_size)
-    data = (query, layer.keys, layer.values, token.valid, token.start)
-    overlap = Overlap(query.device)
-
-    early = predicted = query.new_empty((*query.shape[:2], 0), dtype=torch.int32)  # serial: nothing is early
-    speculative = None
-    if plan.predicted_blocks:
-        early, predicted = expect(layer, prior, token, heads, kernels, ema)  # here: `predicted` is a hint as well
-        with overlap.beside():
-            speculative = kernels.block_partials(*data, early, token.end, **attend)
-
-    hint = token.rope if token.rope is None else token.rope.expand(-1, heads, -1)
-    if plan.hint in ("predicted", "previous") and prior is not None:
-        hint = predicted if plan.hint == "predicted" and plan.predicted_blocks else prior.winners
-    selection = select(layer, query, token, kernels, scale, hint)
-    overlap.join()
-    attended = selection.selected
-    if plan.superset:
-        extra = predicted.masked_fill(kernels.slots_of(predicted, attended) >= 0, -1)
-        attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
-
-    with overlap.beside():
-        importance = _update(layer, token, selection, kernels, ema)
-        numbers = _count(statistics, layer_idx, layer, selection)
-        kernels.tally(numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, token.last)
-    output = kernels.repair_merge(*data, attended, token.end, early, speculative, **attend)
-    overlap.join()
-    if trace:
-        free = selection.free
-        missed = kernels.ascending(free.masked_fill(kernels.slots_of(free, predicted) >= 0, -1))
-        statistics.trace.append(TraceEntry(token.step, layer_idx, predicted, selection.selected, missed))
-    return output, attended
+    attention = BlockAttention(layer, query, token, kernels, scale)
+    return decode_step(attention, layer, layer_idx, token, kernels, statistics, trace)
 
 
 def prefill_token(

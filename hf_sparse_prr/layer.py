@@ -112,6 +112,10 @@ class SparseLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def scored_blocks(self, column: int) -> int:
+        """Blocks that scores of a query in `column` are for, those without a token among them."""
+        return self.summaries[0].shape[2]
+
     def summarise(self, kernels: Any, grid: Grid, column: int | None = None) -> None:
         """Bring the block summaries up to the last column, unless those that the query in `column` reads are.
 

@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
 
 
 def other_layers(config: Any) -> list[Any]:
-    """Of each attention layer of a transformers config: None for full attention, else its empty cache layer."""
-    return [None if type(layer) is DynamicLayer else layer for layer in DynamicCache(config=config).layers]
+    """Of each attention layer of a transformers config: None for full attention, with or without an indexer, else its
+    empty cache layer."""
+    full = (DynamicLayer, DynamicIndexedLayer)
+    return [None if type(layer) in full else layer for layer in DynamicCache(config=config).layers]
 
 
 def kinds_of(layers: list[Any]) -> list[str]:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import types
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -12,12 +12,16 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
-from .config import LayerPlan, SparseConfig
+from .config import INDEXED, LayerPlan, SparseConfig
 from .hooks import HOOKS, MISSING, cache_argument, class_method
+from .indexed import indexer_of
 from .interface import check_implementation
 from .mixed import kinds_of, leader_of, other_layers
 from .report import LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
+
+if TYPE_CHECKING:
+    from .patches._base import SparseAttention
 
 _PROCESS_WARNINGS: set[str] = set()
 
@@ -58,7 +62,8 @@ class Binding:
                 "the plain-torch reference ops run on this GPU, right and slow: no Triton was found (remedy: pip "
                 "install triton)",
             )
-        if step.dense_reason is not None and self.handle.sparse_plan is not None:
+        blocks = self.handle.sparse_plan is not None and self.plan.selector != INDEXED  # tokens heed any mask
+        if step.dense_reason is not None and blocks:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:
             self.handle.warn(
@@ -84,7 +89,8 @@ class PatchHandle:
         self.stock = stock
         self.others = other_layers(model.config)
         self.kinds = kinds_of(self.others)
-        self.plans = config.plan(self.kinds)
+        self.indexer = indexer_of(model.config)
+        self.plans = config.plan(self.kinds, self.indexer)
         self.classes = [type(module).__name__ for module in modules]
         self.replaced: dict[str, Any] = {}
         self._start()
@@ -104,7 +110,7 @@ class PatchHandle:
         self._fresh = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("model", "config", "modules", "stock", "others", "kinds", "plans", "classes", "replaced")
+        kept = ("model", "config", "modules", "stock", "others", "kinds", "indexer", "plans", "classes", "replaced")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,7 +164,14 @@ class PatchHandle:
         layers = []
         for index, (name, plan) in enumerate(zip(self.classes, self.plans, strict=True)):
             settings: dict[str, Any] = {}
-            if plan.status == "sparse":
+            if plan.selector == INDEXED:
+                settings = {
+                    "index_topk": plan.blocks,
+                    "speculate": plan.predicted_blocks > 0,
+                    "predicted_tokens": plan.predicted_blocks,
+                    "hint": plan.hint,
+                }
+            elif plan.status == "sparse":
                 settings = {
                     "budget": plan.blocks * plan.block_size,
                     "block_size": plan.block_size,
@@ -235,9 +248,10 @@ def _set_class(module: nn.Module, cls: type) -> None:
         attributes["forward"] = class_method(module, "forward")
 
 
-def _check_forward(module: nn.Module) -> None:
-    """ValueError for an attention class whose forward isn't the one we know, naming the parameter and the version."""
-    known = {"self", "hidden_states", "position_embeddings", "attention_mask", cache_argument(), "kwargs"}
+def _check_forward(module: nn.Module, others: frozenset[str]) -> None:
+    """ValueError for an attention class whose forward isn't the one we know, naming the parameter and the version.
+    others: parameters that this family has beside the usual ones."""
+    known = {"self", "hidden_states", "position_embeddings", "attention_mask", cache_argument(), "kwargs", *others}
     parameters = set(inspect.signature(type(module).forward).parameters)
     odd = sorted(parameters ^ known)
     if odd:
@@ -247,13 +261,15 @@ def _check_forward(module: nn.Module) -> None:
         )
 
 
-def _attention_modules(model: PreTrainedModel, stock: type[nn.Module]) -> list[Any]:
+def _attention_modules(model: PreTrainedModel, sparse: "type[SparseAttention]") -> list[Any]:
     """The modules to patch, in layer order; ValueError unless there is one for each layer, all of them as we know."""
+    stock = sparse.stock
     modules: list[Any] = [module for module in model.modules() if isinstance(module, stock)]
     for module in modules:
-        _check_forward(module)
+        _check_forward(module, sparse.extra_arguments)
         if type(module) is not stock:
             raise ValueError(f"expected {stock.__name__} modules, got {type(module).__name__}")
+        sparse.check_stock(module)
         forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
         if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(f"expected no instance forward on {type(module).__name__}, got {forward!r}; undo it first")
@@ -322,7 +338,7 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
         return held
     sparse = patches.family(target.config.model_type)
     check_implementation(target.config)
-    handle = PatchHandle(target, config, _attention_modules(target, sparse.stock), sparse.stock)
+    handle = PatchHandle(target, config, _attention_modules(target, sparse), sparse.stock)
     try:
         for module, plan in zip(handle.modules, handle.plans, strict=True):
             module.__dict__["binding"] = Binding(handle, plan)

@@ -49,6 +49,13 @@ def _allowed(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return allowed, bool((allowed | blocked).all())
 
 
+def mask_allows(mask: Any) -> torch.Tensor | None:
+    """bool [B or 1, Q, T] of a mask of 4 dimensions; None of another."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+        return None
+    return _allowed(mask)[0].all(dim=1)
+
+
 def read_mask(mask: Any, batch: int, begin: int, count: int, kv_length: int) -> tuple[torch.Tensor | None, bool]:
     """Per-token validity, bool [batch, begin + count], that an attention mask stands for (None: no mask), and whether
     the mask is causal x that validity.

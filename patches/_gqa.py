@@ -3,7 +3,6 @@ outgrow their budget."""
 
 from contextlib import nullcontext
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,42 +11,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
-from hf_sparse_prr.hooks import cache_argument
-from hf_sparse_prr.interface import check_implementation
+from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
 
 if TYPE_CHECKING:
-    from hf_sparse_prr.patching import Binding
 
-    class _Attention(torch.nn.Module):
+    class _Attention(SparseAttention):
         """What a stock attention class has."""
 
-        config: Any
-        layer_idx: Any
         head_dim: int
-        scaling: float
         q_norm: Any
         k_norm: Any
         q_proj: Any
         k_proj: Any
         v_proj: Any
-        o_proj: Any
 
 else:
-    _Attention = object
+    _Attention = SparseAttention
 
 
 class SparseGQA(_Attention):
-    """Mixed in before a stock attention class. `binding` is set when an instance is patched.
-
-    A family gives `stock`, the class it stands in for, and `modeling`, its modeling file, whose RoPE and eager
-    attention are used.
-    """
-
-    binding: "Binding"
-    stock: type[torch.nn.Module]
-    modeling: ModuleType
+    """Grouped-query attention, whose KV heads select blocks."""
 
     def project(
         self, hidden_states: torch.Tensor, position_embeddings: Any
@@ -73,33 +58,12 @@ class SparseGQA(_Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
-        check_implementation(self.config)
-        if cache_argument() != "cache" and not isinstance(cache, SparseCache):
-            if cache is not None:  # the paged cache of continuous batching, for the attention function
-                kwargs["cache"] = cache
-            cache = None
-        if cache is not None and past_key_values is not None:
-            raise ValueError("expected one cache, got both `cache` and `past_key_values`")
-        cache = past_key_values if cache is None else cache
+        cache = self.given_cache(cache, past_key_values, kwargs)
         if not isinstance(cache, SparseCache):
-            if self.layer_idx == self.binding.handle.leader and not self.training:
-                self.binding.check_foreign(
-                    kwargs.get("cache") if cache is None else cache, attention_mask, hidden_states.shape[1]
-                )
+            self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
             return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        if self.training:
-            raise ValueError("SparseCache: expected a model in eval mode, got model.train(); call model.eval()")
-        handle = self.binding.handle
-        config = handle.config
-        if cache.kinds is not handle.kinds and cache.kinds != handle.kinds:
-            self._refuse_layers(cache)
-        wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        if wants_weights and self.config._attn_implementation != "eager":
-            raise ValueError(
-                "output_attentions: expected the eager attention implementation, got "
-                f"{self.config._attn_implementation!r}, which has none to return; call "
-                "model.set_attn_implementation('eager')"
-            )
+        wants_weights = self.check_cache(cache, kwargs)
+        config = self.binding.handle.config
         grad = torch.is_grad_enabled()
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
         with torch.inference_mode(False), torch.no_grad():
@@ -122,15 +86,6 @@ class SparseGQA(_Attention):
             output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def _refuse_layers(self, cache: SparseCache) -> None:
-        """ValueError for a cache whose layers aren't this model's."""
-        expected, got = self.binding.handle.kinds, cache.kinds
-        if len(expected) != len(got):
-            raise ValueError(f"cache: expected {len(expected)} layers, got {len(got)}")
-        index = next(i for i in range(len(got)) if expected[i] != got[i])
-        names = (kinds[index] or "full attention" for kinds in (expected, got))
-        raise ValueError("cache: expected {} in layer {index}, got {}".format(*names, index=index))
-
     def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:
         """The mask of a layer with a window; where it hides nothing but the cache knows of padding, one of our own."""
         if not cache.tokens.padded or self.config._attn_implementation not in ("eager", "sdpa"):
@@ -147,13 +102,7 @@ class SparseGQA(_Attention):
         valid = cache.tokens.on(hidden_states.device).valid
         new = max(begin + count - cache.tokens.length, 0)
         known = torch.nn.functional.pad(valid[:, : cache.tokens.length], (0, new), value=True)
-        return self._as_mask((window & known[:, None, offset : offset + length])[:, None], hidden_states.dtype)
-
-    def _as_mask(self, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """bool [B, 1, Q, T] as the attention implementation takes it."""
-        if self.config._attn_implementation != "eager":
-            return seen
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+        return self.as_mask((window & known[:, None, offset : offset + length])[:, None], hidden_states.dtype)
 
     def _stock_view(
         self, keys: torch.Tensor, values: torch.Tensor, mask: Any, cache: SparseCache, step: Step
@@ -171,7 +120,7 @@ class SparseGQA(_Attention):
             valid = cache.tokens.on(keys.device).valid
             columns = torch.arange(end, device=keys.device)
             seen = (columns <= columns[step.begin :, None]) & valid[:, None, :end]
-            mask = self._as_mask(seen[:, None], keys.dtype)
+            mask = self.as_mask(seen[:, None], keys.dtype)
         return keys, values, mask
 
     def _attend(

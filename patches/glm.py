@@ -1,10 +1,13 @@
-"""GLM (GLM-4-9B), GLM-4 (GLM-4-0414, GLM-Z1) and GLM-4-MoE: RoPE on the first half of a head."""
+"""GLM (GLM-4-9B), GLM-4 (GLM-4-0414, GLM-Z1) and GLM-4-MoE: RoPE on the first half of a head. GLM-MoE-DSA (GLM-5):
+latent attention with indexers that some layers share."""
 
 from transformers.models.glm import modeling_glm as glm
 from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm_moe_dsa
 
 from hf_sparse_prr.patches._gqa import SparseGQA
+from hf_sparse_prr.patches._mla import SparseMLA
 
 
 class SparseGlmAttention(SparseGQA, glm.GlmAttention):
@@ -25,4 +28,18 @@ class SparseGlm4MoeAttention(SparseGQA, glm4_moe.Glm4MoeAttention):
     stock, modeling = glm4_moe.Glm4MoeAttention, glm4_moe
 
 
-ATTENTION = {"glm": SparseGlmAttention, "glm4": SparseGlm4Attention, "glm4_moe": SparseGlm4MoeAttention}
+class SparseGlmMoeDsaAttention(SparseMLA, glm_moe_dsa.GlmMoeDsaAttention):
+    """Neighbouring channels are rotated together, in the indexer too. A layer hands on what it selected."""
+
+    stock, modeling = glm_moe_dsa.GlmMoeDsaAttention, glm_moe_dsa
+    extra_arguments = SparseMLA.extra_arguments | {"prev_topk_indices"}
+    rotate_index = staticmethod(glm_moe_dsa.apply_rotary_pos_emb_interleave)
+    hands_on = True
+
+
+ATTENTION = {
+    "glm": SparseGlmAttention,
+    "glm4": SparseGlm4Attention,
+    "glm4_moe": SparseGlm4MoeAttention,
+    "glm_moe_dsa": SparseGlmMoeDsaAttention,
+}

@@ -65,6 +65,7 @@ BAD = [
     ("group", "mean"),
     ("group", None),
     ("sparse_prefill", 1),
+    ("workspace", 0),
     ("strict", 1),
     ("strict", "yes"),
     ("trace", None),
@@ -112,6 +113,7 @@ def test_defaults_are_those_of_the_contract():
         "dense_length": 0,
         "group": "sum",
         "sparse_prefill": False,
+        "workspace": 2**30,
     }
 
 

@@ -18,6 +18,7 @@ from registered import (
 )
 
 from hf_sparse_prr import interface
+from hf_sparse_prr.patches import INDEXED
 
 pytestmark = pytest.mark.compat
 
@@ -141,39 +142,16 @@ def test_refused_calls():
 
 # Models with an indexer of their own
 
-DSA = {
-    "deepseek_v32": {},
-    "glm_moe_dsa": dict(indexer_types=["full", "shared", "full"]),  # the second takes the tokens of the first
-}
 TOPK = 8
 
 
 def tiny_dsa(model_type):
-    """3 layers, 4 heads with keys of 24 and values of 20 channels; 16 index heads: fewer tie at the k-th score."""
-    settings = dict(
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        kv_lora_rank=32,
-        q_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=20,
-        index_topk=TOPK,
-        index_n_heads=16,
-        index_head_dim=16,
-    )
-    return tiny(model_type, **settings, **DSA[model_type])
+    return tiny(model_type, index_topk=TOPK)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 13)])
-@pytest.mark.parametrize("model_type", DSA)
+@pytest.mark.parametrize("model_type", INDEXED)
 def test_dsa_models_agree_with_sdpa(model_type, pads, static, monkeypatch):
     calls = []
     original = interface.gathered

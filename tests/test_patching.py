@@ -209,7 +209,7 @@ def test_an_unknown_model_type_lists_the_known_ones():
         ("deepseek_v2", "DeepSeek-V2: .*MLA.* without an indexer"),
         ("deepseek_v3", "DeepSeek-V3: .*MLA.* without an indexer"),
         ("glm4_moe_lite", "GLM-4-MoE-Lite: .*MLA.* without an indexer"),
-        ("deepseek_v32", "DeepSeek-V3.2: selects tokens with an indexer of its own"),
+        ("deepseek_v4", "DeepSeek-V4: selects tokens with an indexer of its own"),
     ],
 )
 def test_a_known_model_that_cannot_be_served_is_named(model_type, why):

@@ -1,4 +1,4 @@
-"""transformers' own ModelTesterMixin on a patched Llama: what passes stock passes patched.
+"""transformers' own ModelTesterMixin on patched models: what passes stock passes patched.
 
 The tests come from the source distribution of the installed transformers on PyPI, fetched once into the cache folder
 and never committed. Two of its modules aren't in the distribution and are stood in for by empty mixins.
@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from models import INDEXED
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_sparse_prr import patch_model
 
@@ -50,15 +51,46 @@ SUBSET = [
 ]
 
 
-class PatchedLlama(LlamaForCausalLM):
-    """A Llama that is patched as soon as it exists, so that every test of the mixin meets a patched model."""
+# What patch_model is given, and what a config has beside the usual
+MODELS = {
+    "llama": (dict(budget=80, block_size=16, dense_layers=0, speculate=True), dict(num_key_value_heads=2)),
+    "deepseek_v32": (dict(speculate=True), {**INDEXED, "index_topk": 4}),
+    "glm_moe_dsa": (dict(speculate=True), {**INDEXED, "index_topk": 4, "indexer_types": ["full", "shared"]}),
+}
+
+
+def config_of(model_type):
+    return AutoConfig.for_model(
+        model_type,
+        vocab_size=Tiny.vocab_size,
+        hidden_size=Tiny.hidden_size,
+        intermediate_size=37,
+        num_hidden_layers=Tiny.num_hidden_layers,
+        num_attention_heads=Tiny.num_attention_heads,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **MODELS[model_type][1],
+    )
+
+
+def stock_class(model_type):
+    return AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
+
+
+def patched_class(model_type):
+    """Instances are patched as soon as they exist, so that every test of the mixin meets a patched model."""
+    stock = stock_class(model_type)
 
     def __init__(self, config):
-        super().__init__(config)
-        patch_model(self, budget=80, block_size=16, dense_layers=0, speculate=True)
+        stock.__init__(self, config)
+        patch_model(self, **MODELS[model_type][0])
 
-
-PatchedLlama.__name__ = "LlamaForCausalLM"  # the mixin looks up by name whether a model takes labels
+    patched = type(stock.__name__, (stock,), {"__init__": __init__, "__module__": __name__})
+    patched.__qualname__ = f"Patched{stock.__name__}"  # the mixin looks up by name whether a model takes labels
+    globals()[patched.__qualname__] = patched  # to be found by pickle
+    return patched
 
 
 @pytest.fixture(scope="session")
@@ -106,33 +138,22 @@ class Tiny:
     batch_size, seq_length, is_training, hidden_size = 13, 7, True, 32
     num_hidden_layers, num_attention_heads, vocab_size = 2, 4, 99
 
-    def __init__(self, parent):
-        self.parent = parent
+    def __init__(self, parent, model_type):
+        self.parent, self.model_type = parent, model_type
 
     def get_config(self):
-        return LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=37,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        return config_of(self.model_type)
 
     def prepare_config_and_inputs_for_common(self):
         ids = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def outcome(mixin, model_class, name):
+def outcome(mixin, model_class, model_type, name):
     """("passed" | "skipped" | "failed", why) of one test of the mixin with one model class."""
 
     def set_up(self):
-        self.model_tester = Tiny(self)
+        self.model_tester = Tiny(self, model_type)
 
     body = {"setUp": set_up, "all_model_classes": (model_class,), "all_generative_model_classes": ()}
     case = type(f"{model_class.__name__}Test", (mixin, unittest.TestCase), body)
@@ -148,9 +169,10 @@ def outcome(mixin, model_class, name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SUBSET)
-def test_patched_llama_passes_where_stock_passes(mixin, name):
-    stock, why = outcome(mixin, LlamaForCausalLM, name)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_patched_model_passes_where_stock_passes(mixin, model_type, name):
+    stock, why = outcome(mixin, stock_class(model_type), model_type, name)
     if stock != "passed":
         pytest.skip(f"stock {stock}: {why.strip().splitlines()[-1]}")
-    patched, why = outcome(mixin, PatchedLlama, name)
+    patched, why = outcome(mixin, patched_class(model_type), model_type, name)
     assert patched == "passed", why

@@ -24,6 +24,26 @@ EXPERTS = {
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, use_qk_norm=True
     ),
 }
+# Latent attention with an indexer: keys of 24 and values of 20 channels; 16 index heads, so that few scores tie
+INDEXED = dict(
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    kv_lora_rank=32,
+    q_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    index_topk=40,
+    index_n_heads=16,
+    index_head_dim=16,
+)
+EXPERTS.update(deepseek_v32=INDEXED, glm_moe_dsa=INDEXED)
 
 
 def tiny(model_type: str, seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float32, **overrides):
@@ -41,8 +61,10 @@ def tiny(model_type: str, seed: int = 0, layers: int = 3, dtype: torch.dtype = t
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        **EXPERTS.get(model_type, {}),
     )
+    settings.update(EXPERTS.get(model_type, {}))
+    if model_type == "glm_moe_dsa":  # the second layer takes the tokens of the first
+        settings["indexer_types"] = ["full", "shared", "full", "shared"][:layers]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**settings, **overrides}))
     for parameter in model.parameters():
         if parameter.dim() >= 2:

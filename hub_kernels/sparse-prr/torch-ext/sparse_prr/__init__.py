@@ -7,6 +7,7 @@ Shape letters, the same in every file:
 
     B batch row   H KV head   G query head of one KV head   D head dim   T columns a K/V buffer holds
     S tokens in a block   N blocks   K block ids in a list   W compressed keys in a block   R score row   M hints
+    Q query token   I index head   E its dim   C channels of a latent   A channels of a RoPE key   P predicted tokens
 
 A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `start` being the column of the row's
 first real token and `end` the one behind its last, both [B] on the device. Block lists are int32, ascending, -1 in
@@ -21,6 +22,9 @@ from .reference import (
     ascending,
     ema_predict,
     ema_update,
+    gather_tokens,
+    index_scores,
+    latent_attention,
     normalise,
     slots_of,
 )
@@ -52,8 +56,11 @@ __all__ = [
     "ema_predict",
     "ema_step",
     "ema_update",
+    "gather_tokens",
     "gvr_topk",
+    "index_scores",
     "infllm_scores",
+    "latent_attention",
     "merge_partials",
     "normalise",
     "quest_scores",

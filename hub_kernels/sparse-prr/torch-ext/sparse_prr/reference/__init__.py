@@ -3,6 +3,8 @@
 from .append import append_states
 from .attend import Partials, block_partials
 from .compress import compress_keys
+from .index import index_scores
+from .latent import gather_tokens, latent_attention
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
 from .score import infllm_scores, quest_scores
@@ -25,8 +27,11 @@ __all__ = [
     "ema_predict",
     "ema_step",
     "ema_update",
+    "gather_tokens",
     "gvr_topk",
+    "index_scores",
     "infllm_scores",
+    "latent_attention",
     "merge_partials",
     "normalise",
     "quest_scores",

@@ -1,0 +1,138 @@
+"""How tokens of a model with an indexer of its own attend: over latents, to the tokens that its rule selects."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .decode import Selection, Token
+from .indexed import IndexedLayer
+from .tokens import Tokens
+
+
+class Index(NamedTuple):
+    """What the indexer asks of each query token. query: [B, Q, I, E], post-RoPE.  weights: fp32 [B, Q, I].
+    scale: of the products."""
+
+    query: torch.Tensor
+    weights: torch.Tensor
+    scale: float
+
+    def part(self, begin: int, end: int) -> "Index":
+        return self._replace(query=self.query[:, begin:end], weights=self.weights[:, begin:end])
+
+    def packed(self) -> torch.Tensor:
+        """[B, 1, I, Q, E + 1], as a layer remembers prompt queries."""
+        both = torch.cat([self.query.float(), self.weights[..., None]], dim=-1)
+        return both.transpose(1, 2)[:, None]
+
+
+def token_of(tokens: Tokens, column: int, step: int, topk: int, device: torch.device) -> Token:
+    """The query token in `column`, for layers that select `topk` tokens: blocks of one, none of them forced. Ids are
+    columns."""
+    key = (column, "latent", topk, device)
+    if key not in tokens.shared:
+        valid, start, newest_end = tokens.on(device)
+        end = newest_end - (tokens.length - 1 - column)
+        nothing = torch.empty((valid.shape[0], 1, 0), dtype=torch.int32, device=device)
+        tokens.shared[key] = Token(
+            column=column, step=step, valid=valid, start=start, end=end, length=end - start,
+            selects=end - start > topk, last=end, next_last=end, forced=nothing, next_forced=nothing,
+        )  # fmt: skip
+    return tokens.shared[key]
+
+
+def select_tokens(
+    layer: IndexedLayer,
+    index: Index,
+    valid: torch.Tensor,
+    begin: int,
+    topk: int,
+    kernels: ModuleType,
+    allowed: torch.Tensor | None = None,
+    hint: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns that the query tokens in `begin` .. attend to, int32 [B, Q, K], ascending, -1 padded, and their
+    scores, fp32 [B, Q, T]. Of tied scores the first columns win.
+
+    allowed: bool [B, Q, T], where a mask is not causal x validity.
+    """
+    batch, count = index.query.shape[:2]
+    columns = begin + count
+    own = torch.arange(begin + 1, columns + 1, device=valid.device)[None]
+    if columns <= topk:  # everything is selected: as if all scores were equal
+        seen = valid[:, None, :columns] & (torch.arange(columns, device=valid.device) < own[:, :, None])
+        scores = torch.zeros((batch, count, columns), device=valid.device).masked_fill_(~seen, float("nan"))
+    else:
+        assert layer.index_keys is not None
+        keys = layer.index_keys[:, :columns]
+        scores = kernels.index_scores(*index[:2], keys, valid[:, :columns], own, scale=index.scale)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[:, :, :columns], float("nan"))
+    hints = None if hint is None else hint.flatten(0, 1)
+    chosen = kernels.gvr_topk(scores.flatten(0, 1), min(topk, columns), hint=hints)
+    return chosen.view(batch, count, -1), scores
+
+
+class LatentAttention:
+    """How one decode token attends: `decode.decode_step` drives it. query: [B, 1, H, C + A], absorbed."""
+
+    heads = 1
+
+    def __init__(
+        self, layer: IndexedLayer, index: Index, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
+    ) -> None:
+        self.layer, self.index, self.query = layer, index, query
+        self.token, self.kernels, self.scale = token, kernels, scale
+        self.attended: torch.Tensor | None = None  # int32 [B, 1, K], also of rows that select nothing
+        self._data = (layer.keys[:, 0], layer.values[:, 0])
+
+    def prompt_scores(self) -> list[torch.Tensor]:
+        memory, valid = self.layer.memory, self.token.valid
+        assert memory.queries is not None and self.layer.index_keys is not None
+        columns, scores = self.token.column + 1, []
+        for at, column in enumerate(memory.columns):
+            packed = memory.queries[:, 0, :, at, None].transpose(1, 2)  # [B, 1, I, E + 1]
+            end = torch.full((1, 1), column + 1, device=valid.device)
+            keys = self.layer.index_keys[:, :columns]
+            raw = self.kernels.index_scores(
+                packed[..., :-1], packed[..., -1], keys, valid[:, :columns], end, scale=self.index.scale
+            )
+            scores.append(raw.masked_fill(~valid[:, column, None, None], float("nan")))
+        return scores
+
+    def speculate(self, early: torch.Tensor) -> torch.Tensor:
+        """What is read before the selection is known."""
+        return self.kernels.gather_tokens(*self._data, early)
+
+    def select(self, predicted: torch.Tensor | None, previous: torch.Tensor | None) -> Selection:
+        """A row that fits attends to all its tokens, and counts as one that selects nothing."""
+        token, topk = self.token, self.layer.plan.blocks
+        hint = predicted if previous is None else previous + (previous >= 0).int()  # as far back as they were
+        attended, scores = select_tokens(
+            self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint
+        )
+        self.attended = attended
+        selects = token.selects[:, None, None]
+        chosen = torch.where(selects, attended, -1)
+        return Selection(chosen, chosen, scores.masked_fill(~selects, float("nan")))
+
+    def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: torch.Tensor | None) -> torch.Tensor:
+        """fp32 [B, 1, H, C]."""
+        return self.kernels.latent_attention(
+            self.query, *self._data, self.attended, early, speculative, scale=self.scale
+        )
+
+    def traced(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids >= 0, ids - self.token.start[:, None, None].int(), -1)
+
+
+def parts(begin: int, count: int, bytes_of: Any, workspace: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the query tokens, counted from 0, that are worked on at a time: as many as the workspace
+    holds, one at least. bytes_of: what a query token takes, by the columns that there are."""
+    at = 0
+    while at < count:
+        size = max(1, min(count - at, workspace // max(1, bytes_of(begin + count))))
+        yield at, at + size
+        at += size
