@@ -81,7 +81,7 @@ class SparseConfig:
         sparse_prefill: prompt tokens select as well, each for itself as if decoded, once their row outgrew its budget.
             With an indexer they always do.
         workspace: bytes that the prompt of a model with an indexer may take for scores and gathered latents at a time;
-            its queries come in as many parts as that needs.
+            its queries come in as many parts as that needs. The reference ops hold up to 64 MB beside it.
     """
 
     selector: str = "auto"

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import GenerationMixin
 
 from .cache import SparseCache
@@ -101,6 +102,24 @@ class PrepareCacheHook(_Hook):
             prepared.append(given)
             # A step reads host numbers, so a compiled one would be compiled anew for each token
             generation_config.disable_compile = True
+
+
+class MaskHook:
+    """Before the forward of a model with an indexer: hands the mask of a SparseCache on as it is, [B, T] or none. Its
+    layers work out what a query may see part by part; transformers' own mask is [B, 1, Q, T]: 4 GiB for a prompt of
+    64K tokens, and several times that to read it."""
+
+    def __init__(self, handle: "PatchHandle", name: str) -> None:
+        self.handle = handle
+        self.name = name  # what the model calls the mask of its layers
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        plain = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2)
+        if len(args) > 1 or not plain or not isinstance(cache, SparseCache):
+            return None
+        return args, {**kwargs, "attention_mask": {self.name: mask}}
 
 
 HOOKS: dict[str, type[_Hook]] = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
 from .config import INDEXED, LayerPlan, SparseConfig
-from .hooks import HOOKS, MISSING, cache_argument, class_method
+from .hooks import HOOKS, MISSING, MaskHook, cache_argument, class_method
 from .indexed import indexer_of
 from .interface import check_implementation
 from .mixed import kinds_of, leader_of, other_layers
@@ -193,6 +193,8 @@ class PatchHandle:
             )
         if self.config.speculate == "auto" and self.sparse_plan is not None:
             notes.append("speculate='auto': off, there is no profile for this model and device")
+        if self.indexer is not None and self.kernels.backend in ("triton", "cuda"):
+            notes.append("index scores and latent attention run as plain torch; top-k, EMA and counters on kernels")
         if self.config.semantics == "superset":
             predicts = any(plan.predicted_blocks for plan in self.plans)
             what = "predicted blocks are attended to as well, outputs differ from serial"
@@ -236,6 +238,11 @@ class PatchHandle:
             else:
                 self.model.__dict__[name] = value
         self.replaced = {}
+        before = self.model.base_model
+        for key, hook in list(before._forward_pre_hooks.items()):
+            if isinstance(hook, MaskHook) and hook.handle is self:
+                del before._forward_pre_hooks[key]
+                before._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _set_class(module: nn.Module, cls: type) -> None:
@@ -347,6 +354,9 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
             if hasattr(target, name):
                 handle.replaced[name] = target.__dict__.get(name, MISSING)
                 target.__dict__[name] = hook(handle, handle.replaced[name])
+        if handle.indexer is not None:
+            mask = MaskHook(handle, target.config.get_text_config(decoder=True).layer_types[0])
+            target.base_model.register_forward_pre_hook(mask, with_kwargs=True)
         handle.replaced["sparse_prr"] = MISSING
         target.__dict__["sparse_prr"] = handle
     except BaseException:  # all or none, also on Ctrl-C; raised again

@@ -125,7 +125,7 @@ def test_batch_block_size_and_half_precision() -> None:
     "changes, message",
     [
         (dict(shape="gpt2"), r"shape: expected one of glm-4-9b, .*smollm2, got 'gpt2'"),
-        (dict(selector="best"), r"selector: expected one of 'auto', 'quest', 'infllm_v2', got 'best'"),
+        (dict(selector="best"), r"selector: expected one of 'auto', 'quest', 'infllm_v2', 'dsa', got 'best'"),
         (dict(block_size=17), r"block_size: expected one of 'auto', 16, .*, got 17"),
         (dict(budget=64), r"budget: expected None or an int >= 128 .*, got 64"),
         (dict(contexts=[1000]), r"context: expected 1024 \.\. 1048576 tokens, .*, got 1000"),

@@ -64,7 +64,9 @@ def test_prr_equals_serial():
 
 
 def test_it_is_listed():
-    with pytest.raises(ValueError, match="selector: expected one of 'auto', 'quest', 'infllm_v2', 'mean_key', got 'x'"):
+    with pytest.raises(
+        ValueError, match="selector: expected one of 'auto', 'quest', 'infllm_v2', 'mean_key', 'dsa', got 'x'"
+    ):
         SparseConfig(selector="x")
 
 

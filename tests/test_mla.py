@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from models import greedy, left_pad, predicting, prompt, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 from hf_sparse_prr import SparseCache, patch_model, patching
@@ -307,6 +309,13 @@ def test_report_and_statistics(model):
     assert stats["steps"] == 23 and 0 < stats["hit_rate"] < 1 and stats["bytes_read"] > 0
 
 
+def test_the_report_says_what_has_no_kernel_yet(model, monkeypatch):
+    with patch_model(model) as handle:
+        assert "plain torch" not in str(handle.report())
+        monkeypatch.setattr(handle, "kernels", handle.kernels._replace(backend="triton"))
+        assert "index scores and latent attention run as plain torch" in str(handle.report())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -373,3 +382,45 @@ def test_modules_keep_what_a_module_has(model):
         assert [name for name, _ in model.named_parameters()] == names
         for layer in model.model.layers:
             assert list(layer.self_attn.parameters())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an op makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("pad", [0, 7])
+def test_a_long_prompt_takes_linear_memory(model, pad):
+    """No mask of queries x columns, also where padding asks for one; the scores keep to the workspace."""
+    sizes = {}
+    for length in (256, 1024):
+        ids, mask = left_pad([prompt(length)[0], prompt(length - pad, seed=1)[0]])
+        with patch_model(model, workspace=2**18), Largest() as seen:
+            cache = SparseCache(model)
+            model.model(ids, attention_mask=mask, past_key_values=cache)
+        sizes[length] = seen.bytes
+    assert sizes[1024] <= 4.5 * sizes[256]
+    assert sizes[1024] < 8 * 1024 * 1024  # bytes of the scores of two rows
+
+
+def test_the_mask_hook_goes_with_the_patch(model):
+    old = patch_model(model)
+    old.unpatch()
+    with patch_model(model):
+        old.unpatch()
+        assert len(model.model._forward_pre_hooks) == 1
+        twin = copy.deepcopy(model)
+        assert torch.equal(greedy(twin, prompt(60)), greedy(model, prompt(60)))
+    assert not model.model._forward_pre_hooks and not model.model._forward_pre_hooks_with_kwargs
+    twin.sparse_prr.unpatch()
+    assert not twin.model._forward_pre_hooks

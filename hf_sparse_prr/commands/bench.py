@@ -15,6 +15,8 @@ from rich.table import Table
 
 from hf_sparse_prr.bench import bench_layer
 from hf_sparse_prr.bench_exact import ExactnessError
+from hf_sparse_prr.bench_indexed import SHAPES as INDEXED_SHAPES
+from hf_sparse_prr.bench_indexed import bench_indexed
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
 from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.kernel_loader import KernelError, resolve
@@ -70,8 +72,16 @@ def _check_device(device: str) -> None:
 
 @bench.command()
 def layer(
-    shape: Annotated[str, typer.Option(help=_SHAPES)] = "smollm2",
+    shape: Annotated[
+        str, typer.Option(help=f"{_SHAPES} With an indexer of its own: {', '.join(INDEXED_SHAPES)}.")
+    ] = "smollm2",
     context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens in the cache: 7168, 16K, 1M.")] = "7168",
+    prefill: Annotated[
+        str | None, typer.Option(help="With an indexer: time a prompt of so many tokens, too.", show_default="none")
+    ] = None,
+    stock_prefill: Annotated[
+        bool, typer.Option(help="Run the prompt on the stock class as well: it may not fit.")
+    ] = True,
     selector: Annotated[str, typer.Option(help="quest or infllm_v2; auto is quest.")] = "auto",
     budget: Annotated[int, typer.Option(help="Tokens attended per KV head and step.")] = 1024,
     heads: Annotated[int | None, typer.Option(min=1, show_default="the shape's")] = None,
@@ -84,13 +94,26 @@ def layer(
 ) -> None:
     """One attention layer's decode step: stock on a DynamicCache, serial sparse, PRR. Default: SmolLM2-135M's layer.
 
-    The last line of stdout is the whole result as JSON.
+    With an indexer: a step includes the projections, and must give stock's output; budget, selector and heads are the
+    model's. The last line of stdout is the whole result as JSON.
 
-    Exit codes: 0 done, 2 wrong argument.
+    Exit codes: 0 done, 1 an output differs from stock's (a bug), 2 wrong argument.
     """
-    with one_line_errors(Console(stderr=True)):
+    notes = Console(stderr=True)
+    with one_line_errors(notes):
         _check_device(device)
         number, tokens = _dtype(dtype, device), _tokens(context)
+        if shape in INDEXED_SHAPES:
+            length = 0 if prefill is None else _tokens(prefill)
+            try:
+                with Bar(notes) as bar:
+                    found = bench_indexed(shape, tokens, number, device, rounds, 12, length, stock_prefill, bar)
+            except ExactnessError as error:
+                raise CommandError(error, EXIT_DIFFERENT) from error
+            if not as_json:
+                _show_indexed(Console(), found)
+            print(json.dumps(found))
+            return
         try:
             found = bench_layer(
                 tokens, budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
@@ -101,6 +124,23 @@ def layer(
     if not as_json:
         _show_layer(Console(), found)
     print(json.dumps(found))
+
+
+def _show_indexed(out: Console, found: dict[str, Any]) -> None:
+    shares, prefill = found["floor_share"], found["prefill"]
+    table = Table(
+        "setting", "ms a step", "ratio to stock", "cache bytes", *([] if shares is None else ["of floor"]),
+        title=f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['dtype']}",
+        caption="{name}: {heads} heads, {tokens} tokens, {index_topk} selected; ".format(**found["shape"])
+        + f"PRR hit rate {found['hit_rate']:.1%}; {found['error']:.1e} of the largest output from stock",
+    )  # fmt: skip
+    for name, ms in found["ms"].items():
+        row = [name, f"{ms:.3f}", f"{found['ratio_to_stock'][name]:.3f}", f"{found['kv_bytes_per_step'][name]:,.0f}"]
+        table.add_row(*row, *([] if shares is None else [_percent(shares[name])]))
+    out.print(table)
+    if prefill is not None:
+        taken = ", ".join(f"{name} {ms:,.0f} ms" for name, ms in prefill["ms"].items())
+        out.print(f"a prompt of {prefill['tokens']} tokens: {taken}")
 
 
 def _show_layer(out: Console, found: dict[str, Any]) -> None:

@@ -1,0 +1,59 @@
+"""Scores of an indexer: a float64 oracle, and what must change no bit."""
+
+import numpy as np
+import pytest
+import torch
+
+NAN = float("nan")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+B, T = 2, 70
+
+
+def draw(seed, *sizes, dtype=torch.float32):
+    return torch.tensor(np.random.default_rng(seed).standard_normal(sizes), dtype=dtype)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+def index_problem(dtype, queries=5, heads=3, dim=16):
+    query, keys = draw(0, B, queries, heads, dim, dtype=dtype), draw(1, B, T, dim, dtype=dtype)
+    valid = torch.tensor(np.random.default_rng(3).random((B, T)) > 0.2)
+    end = torch.tensor([[0, 1, 33, T - 1, T]])[:, :queries]
+    return query, draw(2, B, queries, heads), keys, valid, end
+
+
+def test_index_scores_equal_float64(ops, dtype, assert_close):
+    query, weights, keys, valid, end = index_problem(dtype)
+    q, w, k = (x.double().cpu().numpy() for x in (query, weights, keys))
+    products = np.einsum("bqie,bte->bqit", q, k) * 0.25
+    expected = (np.maximum(products, 0) * w[..., None]).sum(2)
+    magnitude = (np.abs(products) * np.abs(w[..., None])).sum(2)
+    seen = valid.cpu().numpy()[:, None] & (np.arange(T) < end.cpu().numpy()[..., None])
+    scores = ops.index_scores(query, weights, keys, valid, end, scale=0.25)
+    assert scores.dtype == torch.float32
+    assert_close(scores, np.where(seen, expected, NAN), dtype, magnitude=magnitude)
+
+
+def test_index_scores_do_not_depend_on_neighbours_or_on_what_is_not_seen(ops, dtype, assert_same_bits):
+    query, weights, keys, valid, end = index_problem(dtype)
+    together = ops.index_scores(query, weights, keys, valid, end, scale=0.25)
+    for b in range(B):
+        for q in range(query.shape[1]):
+            part = (x[b : b + 1, q : q + 1] for x in (query, weights))
+            alone = ops.index_scores(*part, keys[b : b + 1], valid[b : b + 1], end[:, q : q + 1], scale=0.25)
+            assert_same_bits(alone[0, 0], together[b, q])
+    keys = keys.clone()
+    keys[~valid] = NAN
+    assert_same_bits(ops.index_scores(query, weights, keys, valid, end, scale=0.25), together)
+
+
+def test_index_scores_of_nothing(ops):
+    query, weights, keys, valid, end = index_problem(torch.float32)
+    assert ops.index_scores(query[:, :0], weights[:, :0], keys, valid, end[:, :0], scale=1.0).shape == (B, 0, T)
+    assert ops.index_scores(query, weights, keys[:, :0], valid[:, :0], end, scale=1.0).shape == (B, 5, 0)
+    nan = query.clone()
+    nan[0, 2] = NAN
+    assert ops.index_scores(nan, weights, keys, valid, end, scale=1.0)[0, 2].isnan().all()
