@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_llama
+from models import tiny, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -16,6 +16,7 @@ from hf_sparse_prr import cli, kernel_loader
 from hf_sparse_prr.commands import app, generate, terminal
 from hf_sparse_prr.demo.passkey import PASSKEY, island, passkey_prompt
 from hf_sparse_prr.demo.prompt import text_prompt
+from hf_sparse_prr.patches import INDEXED
 
 pytestmark = pytest.mark.compat
 TOO_SMALL = ["--budget", "64", "--block-size", "32"]  # two blocks, three are forced
@@ -147,6 +148,21 @@ def test_generate_prints_one_json_document(llama: Path) -> None:
     # One sparse layer; the prompt's last token is dense.
     assert sum(layer["selector_calls"] for layer in serial["layers"]) == 11
     assert any(layer["hit_rate"] is not None for layer in prr["layers"])
+
+
+@pytest.mark.parametrize("model_type", INDEXED)
+def test_generate_runs_models_with_an_indexer_beside_stock(
+    model_type: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tiny(model_type, vocab_size=400, max_position_embeddings=1024).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = call("--model", tmp_path, "--context", 300, "--tokens", 8, "--json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads(result.stdout)["runs"]
+    assert list(runs) == ["stock", "serial sparse", "PRR"]
+    assert runs["stock"]["ids"] == runs["serial sparse"]["ids"] == runs["PRR"]["ids"]
+    shown = call("--model", tmp_path, "--context", 300, "--tokens", 3)
+    assert shown.exit_code == 0 and "serial and PRR tokens: identical" in shown.stdout
 
 
 def test_generate_prints_answers_times_and_hit_rates(llama: Path) -> None:

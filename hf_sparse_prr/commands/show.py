@@ -51,7 +51,7 @@ def _found(text: str, passkey: str) -> str:
 
 
 def _times(result: Comparison) -> Table:
-    table = Table(title=f"prefill, once for all three: {result.prompt_tokens} tokens in {result.prefill_seconds:.1f} s")
+    table = Table(title=f"prefill: {result.prompt_tokens} tokens in {result.prefill_seconds:.1f} s")
     for column in ("decoding", "tokens", "first token, ms", "each next token, ms (median)"):
         table.add_column(column, justify="left" if column == "decoding" else "right")
     for run in result.runs:

@@ -1,4 +1,5 @@
-"""One prefill, then the same greedy continuation three times: dense, serial sparse, and PRR."""
+"""One prefill, then the same greedy continuation three times: dense, serial sparse, and PRR. A model with an indexer
+runs stock in place of dense, and reads the prompt each time: what stock caches isn't what a patched model needs."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.demo.progress import Progress
 from hf_sparse_prr.hooks import cache_argument
+from hf_sparse_prr.indexed import indexer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hf_sparse_prr.patching import PatchHandle
 
 PREFILL_CHUNK = 512
 
@@ -39,7 +44,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The three runs over copies of one prefilled cache."""
+    """The three runs over copies of one prefilled cache; with an indexer over one each, and `prefill_seconds` are those
+    of serial sparse."""
 
     prompt_tokens: int
     prefill_seconds: float
@@ -62,22 +68,36 @@ def compare(
 ) -> Comparison:
     """Continue `ids` [1, T] under dense, serial sparse and PRR decoding; `settings` are SparseConfig fields."""
     ids = ids.to(model.device)
-    start = time.perf_counter()
-    cache = _prefill(model, ids[:, :-1], progress)
-    prefill_seconds = time.perf_counter() - start
+    if indexer_of(model.config) is not None:
+        return _compare_indexed(model, ids, new_tokens, settings, progress)
+    cache, prefill_seconds = _prefill(model, SparseCache(model.config), ids[:, :-1], progress)
     settings_of = {
         "dense": {**settings, "budget": None},
         "serial sparse": {**settings, "speculate": False},
         "PRR": {**settings, "speculate": True},
     }
-    runs = [_decode(model, name, ids, cache, new_tokens, each, progress) for name, each in settings_of.items()]
+    runs = []
+    for name, each in settings_of.items():
+        with patch_model(model, **each) as handle:  # a cache made from a bare config takes the settings now
+            runs.append(_decode(model, name, ids, copy.deepcopy(cache), new_tokens, progress, handle))
     return Comparison(ids.shape[1], prefill_seconds, *runs)
 
 
-def _prefill(model: PreTrainedModel, ids: torch.Tensor, progress: Progress) -> SparseCache:
-    """Run the unpatched model over `ids` in chunks; a cache made from a bare config takes its settings later."""
-    cache = SparseCache(model.config)
-    total = ids.shape[1]
+def _compare_indexed(
+    model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, settings: dict[str, Any], progress: Progress
+) -> Comparison:
+    own, _ = _prefill(model, DynamicCache(config=model.config), ids[:, :-1], progress)
+    runs, seconds = [_decode(model, "stock", ids, own, new_tokens, progress, None)], 0.0
+    for name, speculate in (("PRR", True), ("serial sparse", False)):
+        with patch_model(model, **{**settings, "speculate": speculate}) as handle:
+            cache, seconds = _prefill(model, SparseCache(model), ids[:, :-1], progress)
+            runs.insert(1, _decode(model, name, ids, cache, new_tokens, progress, handle))
+    return Comparison(ids.shape[1], seconds, *runs)
+
+
+def _prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor, progress: Progress) -> tuple[Any, float]:
+    """Run the model as it is over `ids` in chunks. Returns the cache and the seconds that it took."""
+    total, begin = ids.shape[1], time.perf_counter()
     with torch.inference_mode():
         for start in range(0, total, PREFILL_CHUNK):
             progress("prefill", start, total)
@@ -85,33 +105,31 @@ def _prefill(model: PreTrainedModel, ids: torch.Tensor, progress: Progress) -> S
             model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
     _wait_for(model)
     progress("prefill", total, total)
-    return cache
+    return cache, time.perf_counter() - begin
 
 
 def _decode(
     model: PreTrainedModel,
     name: str,
     ids: torch.Tensor,
-    cache: SparseCache,
+    cache: Any,
     new_tokens: int,
-    settings: dict[str, Any],
     progress: Progress,
+    handle: PatchHandle | None,
 ) -> Run:
-    """Generate greedily over a copy of `cache`, which holds all of `ids` but the last token."""
+    """Generate greedily over `cache`, which holds all of `ids` but the last token."""
     progress(f"decode: {name}", 0, new_tokens)
-    own_cache = copy.deepcopy(cache)
-    with patch_model(model, **settings) as handle:
-        clock = _Clock(name, new_tokens, progress)
-        out = cast(Any, model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=1,
-            streamer=clock,
-            **{cache_argument(): own_cache},
-        )
-        layers, report = handle.stats()["layers"], str(handle.report())
+    clock = _Clock(name, new_tokens, progress)
+    out = cast(Any, model).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        num_beams=1,
+        streamer=clock,
+        **{cache_argument(): cache},
+    )
+    layers, report = ([], "stock") if handle is None else (handle.stats()["layers"], str(handle.report()))
     first, *steps = clock.seconds
     return Run(name, out[0, ids.shape[1] :].tolist(), first, steps, layers, report)
 
