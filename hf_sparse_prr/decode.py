@@ -162,6 +162,7 @@ class BlockAttention:
     ) -> None:
         self.layer, self.query, self.token, self.kernels, self.scale = layer, query, token, kernels, scale
         self.heads = query.shape[1]
+        self.end = token.last  # behind what is scored, as the counters take it
         self._data = (query, layer.keys, layer.values, token.valid, token.start)
         self._how: dict[str, Any] = dict(scale=scale, block_size=layer.plan.block_size)
 
@@ -221,7 +222,9 @@ def decode_step(
     with overlap.beside():
         importance = _update(layer, token, selection, kernels, ema)
         numbers = _count(statistics, layer_idx, layer, selection)
-        kernels.tally(numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, token.last)
+        kernels.tally(
+            numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, attention.end
+        )
     output = attention.repair(attended, early, speculative)
     overlap.join()
     if trace:

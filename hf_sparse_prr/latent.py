@@ -86,6 +86,7 @@ class LatentAttention:
         self.layer, self.index, self.query = layer, index, query
         self.token, self.kernels, self.scale = token, kernels, scale
         self.attended: torch.Tensor | None = None  # int32 [B, 1, K], also of rows that select nothing
+        self.end = token.length.masked_fill(~token.selects, 0)  # tokens that are scored, as the counters take them
         self._data = (layer.keys[:, 0], layer.values[:, 0])
 
     def prompt_scores(self) -> list[torch.Tensor]:

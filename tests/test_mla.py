@@ -424,3 +424,15 @@ def test_the_mask_hook_goes_with_the_patch(model):
     assert not model.model._forward_pre_hooks and not model.model._forward_pre_hooks_with_kwargs
     twin.sparse_prr.unpatch()
     assert not twin.model._forward_pre_hooks
+
+
+def test_bytes_are_those_of_rows_that_select_and_of_real_tokens(model):
+    """Two rows select among 160 and 123 tokens of their own, one fits; a token's index key has 16 channels, its latent
+    and RoPE key 40."""
+    ids, mask = padded()
+    with patch_model(model) as handle:
+        cache = SparseCache(model)
+        forward(model, ids, cache, mask)
+        forward(model, prompt(1, batch=3, seed=5), cache)
+        expected = 4 * (2 * TOPK * 40 + (161 + 124) * 16)
+        assert handle.stats()["bytes_read"] == expected * picked_layers(model)
