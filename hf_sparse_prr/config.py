@@ -68,7 +68,7 @@ class SparseConfig:
             pays; there is no profile yet, so off.
         spec_ratio: predicted blocks per selected block, any float > 0; "profile" without a profile is 1.0.
         ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0; "calibrate" chooses them from
-            the last prompt queries, per batch row and layer.
+            the last prompt queries, per batch row and layer. With an indexer it is (.4, .1, .25).
         semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
         hint: what the top-k starts from: the predicted blocks (without a predictor, the previous ones), the previous
             ones, those that RoPE alone favours by their distance, or nothing. It never changes the result.
@@ -280,7 +280,7 @@ class SparseConfig:
             blocks=indexer.topk,
             sparse_prefill=True,
             predicted_blocks=math.floor(min(ratio * indexer.topk, _MANY)) if self.speculate is True else 0,
-            ema=None if self.ema == "calibrate" else self.ema,
+            ema=DEFAULT_EMA if self.ema == "calibrate" else self.ema,
             hint=self.hint,
         )
         reason = "the tokens of the last layer that has an indexer"

@@ -166,9 +166,11 @@ class BlockAttention:
         self._data = (query, layer.keys, layer.values, token.valid, token.start)
         self._how: dict[str, Any] = dict(scale=scale, block_size=layer.plan.block_size)
 
-    def prompt_scores(self) -> list[torch.Tensor]:
-        """Of the remembered prompt queries, fp32 [B, H, N]."""
-        return prompt_scores(self.layer, self.token.valid, self.token.start, self.kernels, self.scale)
+    def calibrate(self) -> None:
+        """By the remembered prompt queries, if there are any that haven't been used."""
+        if self.layer.memory.uncalibrated:
+            scores = prompt_scores(self.layer, self.token.valid, self.token.start, self.kernels, self.scale)
+            calibrate(self.layer, self.token.valid, scores, self.kernels)
 
     def speculate(self, early: torch.Tensor) -> "Partials":
         return self.kernels.block_partials(*self._data, early, self.token.end, **self._how)
@@ -196,8 +198,7 @@ def decode_step(
     methods says how. Returns its result and the ids attended to, int32 [B, H, K]."""
     plan, like = layer.plan, token.forced
     batch, device = token.valid.shape[0], token.valid.device
-    if layer.memory.uncalibrated:
-        calibrate(layer, token.valid, attention.prompt_scores(), kernels)
+    attention.calibrate()
     prior = layer.memory.prior
     ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, device)
     overlap = Overlap(device)

@@ -44,8 +44,13 @@ class IndexedLayer(SparseLayer):
     def scored_blocks(self, column: int) -> int:
         return column + 1
 
-    def check_index(self, states: torch.Tensor) -> None:
+    def check_index(self, states: torch.Tensor, begin: int) -> None:
         """Raise ValueError for index keys [B, Q, E] that don't continue those of this layer; nothing was written."""
+        if self.indexed != begin:
+            raise ValueError(
+                f"index keys: expected those of {begin} tokens in the cache, got {self.indexed}; call cache.reset() or "
+                "make another cache"
+            )
         held = self.index_keys
         if held is None:
             return
@@ -60,7 +65,7 @@ class IndexedLayer(SparseLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append index keys [B, Q, E] of the tokens that `update` has appended, and return all of them: a view of the
         columns in use, or with `max_length` the whole buffer."""
-        self.check_index(indexer_key_states)
+        self.check_index(indexer_key_states, self.length - indexer_key_states.shape[1])
         begin, end = self.indexed, self.indexed + indexer_key_states.shape[1]
         columns = self._room_for(end) if self.max_length is not None or end > self.capacity else self.capacity
         if self.index_keys is None:

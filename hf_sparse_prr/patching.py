@@ -62,7 +62,7 @@ class Binding:
                 "the plain-torch reference ops run on this GPU, right and slow: no Triton was found (remedy: pip "
                 "install triton)",
             )
-        blocks = self.handle.sparse_plan is not None and self.plan.selector != INDEXED  # tokens heed any mask
+        blocks = self.handle.sparse_plan is not None and self.plan.selector != INDEXED  # latents heed any mask
         if step.dense_reason is not None and blocks:
             self.handle.fall_back("mask", f"stock dense attention runs for this call, because {step.dense_reason}")
         if grad:
@@ -186,7 +186,7 @@ class PatchHandle:
             layers.append(LayerReport(index, name, plan.selector or None, settings, plan.status, plan.reason))
         notes = []
         done = self.recorder.summary()
-        if self.sparse_plan is not None and done["steps"] and not done["selector_calls"]:
+        if self.indexer is None and self.sparse_plan is not None and done["steps"] and not done["selector_calls"]:
             notes.append(
                 f"nothing was selected so far: all {done['steps']} decode steps were stock, no row being longer than "
                 f"the {self.sparse_plan.fits} tokens that it attends to densely"

@@ -12,6 +12,7 @@ import torch
 
 # Without a prompt length, a longer step is taken for a prompt: drafts to verify are shorter.
 MAX_DRAFT = 16
+_BLOCKS = -5000.0  # in an additive mask: some write -10000 for padding; a bias is nearer to 0 in some query
 MASK_REASON = "the attention mask is not causal x per-token validity"
 
 
@@ -45,15 +46,8 @@ def _allowed(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """Where a bool, 0/1 or additive mask lets attention through, and whether it says only yes and no."""
     if not mask.is_floating_point():
         return mask.bool(), True
-    allowed, blocked = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-    return allowed, bool((allowed | blocked).all())
-
-
-def mask_allows(mask: Any) -> torch.Tensor | None:
-    """bool [B or 1, Q, T] of a mask of 4 dimensions; None of another."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-        return None
-    return _allowed(mask)[0].all(dim=1)
+    blocked = mask <= torch.finfo(mask.dtype).min / 2
+    return mask > _BLOCKS, bool((blocked | (mask == 0)).all())
 
 
 def read_mask(mask: Any, batch: int, begin: int, count: int, kv_length: int) -> tuple[torch.Tensor | None, bool]:

@@ -1,13 +1,33 @@
 """The matrices by which a projection of latents moves into queries and outputs, whatever the module is."""
 
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 
+class Absorbed(NamedTuple):
+    """up: [H, key channels, C], what turns a head's queries into queries of latents.  down: [H, value channels, C],
+    what turns attended latents into its values; with a batch dimension in front where rows differ.  shift: what is
+    added to values, [B, 1, H, value channels] or None. What is added to keys shifts all logits of a query alike."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    shift: torch.Tensor | None
+
+    def queries(self, nope: torch.Tensor) -> torch.Tensor:
+        """[B, Q, H, C] of queries [B, H, Q, key channels]."""
+        return torch.einsum("bhqn,bhnc->bqhc" if self.up.dim() == 4 else "bhqn,hnc->bqhc", nope, self.up)
+
+    def values(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, Q, H, value channels] of attended latents [B, Q, H, C]."""
+        how = "bqhc,bhvc->bqhv" if self.down.dim() == 4 else "bqhc,hvc->bqhv"
+        values = torch.einsum(how, latents.to(self.down.dtype), self.down)
+        return values if self.shift is None else values + self.shift
+
+
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether its weight is the matrix that it applies, here and whole: no wrapper, hook, shard, quantised or offloaded
+    """Whether its weight is all that it applies, here and whole: no wrapper, hook, bias, shard, quantised or offloaded
     weight."""
     return (
         type(linear) is nn.Linear
@@ -20,20 +40,16 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def matrix_of(linear: nn.Module, like: torch.Tensor) -> torch.Tensor:
-    """[out, in] that the module applies to activations like `like` [.., in]; its rows are those of this process under
-    tensor parallelism. A module that isn't plain is asked: it is called on the unit vectors, each time, for nothing
-    says when an adapter or a hook changes."""
-    if is_plain(linear) and linear.weight.dtype == like.dtype and linear.weight.device == like.device:
-        return linear.weight
-    return linear(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)).mT
-
-
-def absorbed(
-    linear: nn.Module, like: torch.Tensor, key_channels: int, value_channels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a projection of latents [.., C] to each head's key and value: what turns the head's queries into queries of
-    latents, [H, key channels, C], and attended latents into its values, [H, value channels, C]."""
-    matrix = matrix_of(linear, like).unflatten(0, (-1, key_channels + value_channels))
-    up, down = matrix.split([key_channels, value_channels], dim=1)
-    return up, down
+def absorbed(linear: nn.Module, latents: torch.Tensor, key_channels: int, value_channels: int) -> Absorbed:
+    """Of a projection of latents [B, .., C] to each head's key and value; its heads are those of this process under
+    tensor parallelism. A module that isn't plain is asked: it is called on the unit vectors and on 0, for each row of
+    the batch, which may have adapters of its own, and each time, for nothing says when an adapter or a hook changes."""
+    sizes = [key_channels, value_channels]
+    if is_plain(linear) and linear.weight.dtype == latents.dtype and linear.weight.device == latents.device:
+        up, down = linear.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        return Absorbed(up, down, None)
+    batch, channels = latents.shape[0], latents.shape[-1]
+    asked = torch.eye(channels + 1, channels, dtype=latents.dtype, device=latents.device)  # the last row is 0
+    answer = linear(asked.expand(batch, -1, -1)).unflatten(2, (-1, sum(sizes)))
+    up, down = (answer[:, :-1] - answer[:, -1:]).permute(0, 2, 3, 1).split(sizes, dim=2)
+    return Absorbed(up, down, answer[:, -1:, :, key_channels:])

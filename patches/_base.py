@@ -64,6 +64,9 @@ class SparseAttention(_Attention):
         handle = self.binding.handle
         if cache.kinds is not handle.kinds and cache.kinds != handle.kinds:
             self._refuse_layers(cache)
+        if cache.indexer != handle.indexer:
+            expected, got = ("no indexer" if each is None else str(each) for each in (handle.indexer, cache.indexer))
+            raise ValueError(f"cache: expected one for a model with {expected}, got one for {got}")
         wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
         if wants_weights and self.config._attn_implementation != "eager":
             raise ValueError(

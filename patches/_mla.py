@@ -14,8 +14,7 @@ from hf_sparse_prr.indexed import IndexedLayer
 from hf_sparse_prr.latent import Index, LatentAttention, parts, select_tokens, token_of
 from hf_sparse_prr.patches._absorb import absorbed
 from hf_sparse_prr.patches._base import SparseAttention
-from hf_sparse_prr.predictor import QUERIES
-from hf_sparse_prr.tokens import Step, mask_allows
+from hf_sparse_prr.tokens import Step
 
 if TYPE_CHECKING:
 
@@ -79,6 +78,11 @@ class SparseMLA(_Attention):
         missing = [name for name, value in held.items() if value is None]
         if missing:
             raise ValueError(f"{type(module).__name__}: expected submodules {', '.join(held)}, got no {missing[0]}")
+        config: Any = module.config
+        if indexer is not None and indexer.index_topk != config.index_topk:
+            raise ValueError(
+                f"index_topk: expected the config's {config.index_topk}, got {indexer.index_topk} in a layer"
+            )
 
     def project(self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Projected:
         """By the modules of the stock class, called as modules: their weights may be elsewhere, sharded or wrapped."""
@@ -143,7 +147,7 @@ class SparseMLA(_Attention):
                     new.latent, new.key, self.layer_idx, attention_mask, config, self.config.num_hidden_layers
                 )
                 if new.index_key is not None:
-                    layer.check_index(new.index_key)
+                    layer.check_index(new.index_key, layer.length)
                 if self.layer_idx == cache.leader:
                     self.binding.check_step(step, grad, new.latent.device)
             except BaseException:  # raised again
@@ -177,8 +181,8 @@ class _Run:
         self.layer: IndexedLayer = cache.layers[module.layer_idx]
         self.valid = cache.tokens.on(new.latent.device).valid
         self.given = given.to(new.latent.device) if self.plan.status == "shared" and given is not None else None
-        self.allowed = None if step.dense_reason is None else mask_allows(mask)
-        self.up, self.down = absorbed(module.kv_b_proj, new.latent, module.qk_nope_head_dim, module.v_head_dim)
+        self.mask = None if step.dense_reason is None else mask  # one that isn't causal x validity
+        self.absorbed = absorbed(module.kv_b_proj, new.latent, module.qk_nope_head_dim, module.v_head_dim)
         self._expanded: tuple[torch.Tensor, torch.Tensor] | None = None
         shared = self.handle.indexer.shared if self.handle.indexer is not None else ()
         self._keeps = module.hands_on and any(shared[module.layer_idx + 1 : module.layer_idx + 2])
@@ -201,11 +205,7 @@ class _Run:
         statistics = self.handle.recorder.statistics_of(cache)
         if self.module.layer_idx == cache.leader:
             statistics.steps += step.count - step.first_decode
-        if self.plan.calibrates and step.first_decode and self.new.asked is not None:
-            kept = max(step.first_decode - QUERIES, 0)
-            packed = self.new.asked.part(kept, step.first_decode).packed()
-            self.layer.memory.remember(packed, step.begin + kept)
-        alone = self.plan.status == "sparse" and not wants_weights and self.allowed is None
+        alone = self.plan.status == "sparse" and self.mask is None
         together = step.first_decode if alone else step.count
         while together < step.count and not cache.tokens.any_longer(step.begin + together, self.plan.blocks):
             if self.handle.config.trace:
@@ -214,14 +214,15 @@ class _Run:
             together += 1
         outputs, weights = [], None
         size = self.handle.config.workspace
-        for begin, end in [(0, step.count)] if wants_weights else parts(step.begin, together, self._bytes, size):
+        whole = wants_weights or self.mask is not None
+        for begin, end in [(0, step.count)] if whole else parts(step.begin, together, self._bytes, size):
             chosen = self._select(begin, end)
-            if wants_weights or self._dense_is_cheaper(end - begin, step.begin + end):
+            if whole or self._dense_is_cheaper(end - begin, step.begin + end):
                 output, weights = self._dense(begin, end, chosen)
             else:
                 output = self._sparse(begin, end, chosen)
-            self._keep(chosen)
-            outputs.append(output)
+            self._keep(chosen[:, : together - begin])
+            outputs.append(output[:, : together - begin])
         for at in range(together, step.count):
             outputs.append(self._decode(at, statistics))
         return torch.cat(outputs, dim=1), weights if wants_weights else None
@@ -245,10 +246,10 @@ class _Run:
         if self.given is not None:
             return self.given[:, begin:end]
         assert self.new.asked is not None
-        allowed = None if self.allowed is None else self.allowed[:, begin:end]
+        mask = None if self.mask is None else self.mask[:, 0, begin:end]  # as the stock indexer takes it
         first = self.step.begin + begin
         index = self.new.asked.part(begin, end)
-        return select_tokens(self.layer, index, self.valid, first, self.plan.blocks, self.kernels, allowed)[0]
+        return select_tokens(self.layer, index, self.valid, first, self.plan.blocks, self.kernels, mask)[0]
 
     def _dense_is_cheaper(self, count: int, columns: int) -> bool:
         """By products: K/V expanded for all columns and masked, or gathered latents; and the former must fit the
@@ -281,24 +282,25 @@ class _Run:
         implementation = module.config._attn_implementation
         eager = module.modeling.eager_attention_forward
         attention = eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS["sdpa"]
-        mask = module.as_mask(seen[:, None], query.dtype)
+        if self.mask is None:
+            mask = module.as_mask(seen[:, None], query.dtype)
+        else:
+            given = self.mask[:, :, begin:end, :columns]
+            mask = given.masked_fill(~seen[:, None], torch.finfo(given.dtype).min if given.is_floating_point() else 0)
         with without_cudnn() if on_gpu("sdpa", query.device) else nullcontext():
             return attention(module, query, keys, values, mask, dropout=0.0, scaling=module.scaling, **self.kwargs)
 
     def _absorbed_query(self, begin: int, end: int) -> torch.Tensor:
         """[B, Q, H, C + A]"""
         nope, rope = self.new.nope[:, :, begin:end], self.new.rope[:, :, begin:end]
-        return torch.cat([torch.einsum("bhqn,hnc->bqhc", nope, self.up), rope.transpose(1, 2)], dim=-1)
-
-    def _values(self, output: torch.Tensor) -> torch.Tensor:
-        """[B, Q, H, v] of latents [B, Q, H, C]."""
-        return torch.einsum("bqhc,hvc->bqhv", output.to(self.down.dtype), self.down)
+        return torch.cat([self.absorbed.queries(nope), rope.transpose(1, 2)], dim=-1)
 
     def _sparse(self, begin: int, end: int, chosen: torch.Tensor) -> torch.Tensor:
         latents, ropes = self.layer.keys[:, 0], self.layer.values[:, 0]
         query, scale = self._absorbed_query(begin, end), self.module.scaling
         nothing = chosen[:, :, :0]
-        return self._values(self.kernels.latent_attention(query, latents, ropes, chosen, nothing, None, scale=scale))
+        output = self.kernels.latent_attention(query, latents, ropes, chosen, nothing, None, scale=scale)
+        return self.absorbed.values(output)
 
     def _decode(self, at: int, statistics: Any) -> torch.Tensor:
         """A token some of whose rows select."""
@@ -318,4 +320,4 @@ class _Run:
         output, _ = decode_step(attention, self.layer, index, token, self.kernels, statistics, trace)
         assert attention.attended is not None
         self._keep(attention.attended)
-        return self._values(output)
+        return self.absorbed.values(output)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_sparse_prr import patch_model
 from hf_sparse_prr.patches import INDEXED
-from hf_sparse_prr.patches._absorb import absorbed, is_plain, matrix_of
+from hf_sparse_prr.patches._absorb import absorbed, is_plain
 
 pytestmark = pytest.mark.compat
 IDS = prompt(120)
@@ -110,12 +110,56 @@ def test_only_a_bare_linear_is_plain():
         nn.Bilinear(1, 1, 1),
     ):
         assert not is_plain(other)
-    like = torch.zeros(1, 6)
-    assert matrix_of(linear, like) is linear.weight
-    assert torch.equal(matrix_of(nn.Sequential(linear), like), linear.weight)
-    up, down = absorbed(linear, like, 2, 3)
-    assert torch.equal(torch.cat([up, down], dim=1).flatten(0, 1), linear.weight)
+    up, down, shift = absorbed(linear, torch.zeros(4, 1, 6), 2, 3)
+    assert torch.equal(torch.cat([up, down], dim=1).flatten(0, 1), linear.weight) and shift is None
     assert up.shape == (2, 2, 6) and down.shape == (2, 3, 6)
+    up, down, shift = absorbed(nn.Sequential(linear), torch.zeros(4, 1, 6), 2, 3)
+    assert torch.equal(torch.cat([up, down], dim=2).flatten(1, 2), linear.weight.expand(4, -1, -1))
+    assert up.shape == (4, 2, 2, 6) and down.shape == (4, 2, 3, 6) and not shift.any()
+
+
+def test_what_is_absorbed_is_the_projection():
+    """Logits of expanded keys, but for a constant a query, and values, by a projection that adds something."""
+    torch.manual_seed(0)
+    linear, latents = nn.Linear(6, 10, bias=True).double(), torch.randn(4, 1, 7, 6).double()
+    keys, values = linear(latents[:, 0]).unflatten(2, (2, 5)).transpose(1, 2).split([2, 3], dim=3)
+    query, weights = torch.randn(4, 2, 1, 2).double(), torch.softmax(torch.randn(4, 2, 1, 7).double(), dim=3)
+    found = absorbed(linear, latents, 2, 3)
+    logits = found.queries(query).transpose(1, 2) @ latents.mT
+    constant = logits - query @ keys.mT
+    torch.testing.assert_close(constant, constant[..., :1].expand_as(constant))
+    mixed = found.values((weights @ latents).transpose(1, 2))
+    torch.testing.assert_close(mixed, (weights @ values).transpose(1, 2))
+
+
+def test_a_bias_of_an_adapter_or_a_hook_counts(model_type):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["kv_b_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_bias=True
+    )
+    model = peft.get_peft_model(tiny(model_type), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and name.endswith("bias"):
+            nn.init.normal_(parameter, 0, 0.5)
+    hooked = tiny(model_type)
+    for layer in hooked.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, given, out: out + 0.5)
+    for each in (model, hooked):
+        expected = each.generate(input_ids=IDS, max_new_tokens=24, do_sample=False)
+        with patch_model(each):
+            assert torch.equal(each.generate(input_ids=IDS, max_new_tokens=24, do_sample=False), expected)
+
+
+def test_each_row_may_have_an_adapter_of_its_own(model_type):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["kv_b_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny(model_type), config).eval()
+    model.add_adapter("other", config)
+    asked = dict(input_ids=prompt(120, batch=3), max_new_tokens=24, do_sample=False)
+    asked["adapter_names"] = ["default", "other", "__base__"]
+    expected = model.generate(**asked)
+    with patch_model(model):
+        assert torch.equal(model.generate(**asked), expected)
 
 
 def test_two_processes_share_the_heads(model_type, tmp_path):

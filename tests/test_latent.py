@@ -53,9 +53,14 @@ def test_a_selection_is_that_of_a_stable_sort_however_the_queries_come(problem, 
 
 def test_a_mask_of_any_shape_is_heeded(problem):
     layer, index, valid = problem
-    allowed = torch.rand(B, T, T) > 0.3
-    chosen, _ = select_tokens(layer, index, valid, 0, TOPK, reference, allowed)
-    assert torch.equal(chosen, expected(layer, index, valid, allowed))
+    allowed = (torch.rand(B, T, T) > 0.3) & torch.ones(T, T, dtype=torch.bool).tril() & valid[:, None, :T]
+    wanted = expected(layer, index, valid, allowed)
+    additive = torch.zeros(B, T, T).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    for mask in (allowed, additive):
+        assert torch.equal(select_tokens(layer, index, valid, 0, TOPK, reference, mask)[0], wanted)
+    biased = select_tokens(layer, index, valid, 0, TOPK, reference, additive - 100.0 * (torch.arange(T) % 2))[0]
+    evens = (allowed & (torch.arange(T) % 2 == 0)).sum(dim=2).clamp(max=TOPK)
+    assert torch.equal(((biased >= 0) & (biased % 2 == 0)).sum(dim=2), evens)
 
 
 def test_tied_scores_go_to_the_first_tokens(problem):

@@ -202,14 +202,31 @@ def test_attention_weights_and_states_are_stocks(model):
             forward(model, ids, cache, mask, output_attentions=True)
 
 
-def test_any_mask_is_heeded(model):
-    """Not causal x validity: a query that may not see some tokens."""
-    ids = prompt(LENGTH)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
-    mask[:, :, 100:, 20:60] = False
-    expected = forward(model, ids, DynamicCache(config=model.config), mask).logits
+def odd_mask(kind, length):
+    """[1, 1 or 4, Q, T]: not causal x validity."""
+    seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    if kind == "hidden":  # some queries may not see some tokens
+        seen[:, :, length // 2 :, 3:9] = False
+        return seen
+    if kind == "by head":
+        seen = seen.repeat(1, 4, 1, 1)
+        seen[:, 1, length // 2 :, 3:9] = False
+        return seen
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).float()
+    bias = -0.05 * distance + (0.3 if kind == "lifted bias" else 0.0)
+    return torch.where(distance >= 0, bias, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("length", [30, LENGTH])
+@pytest.mark.parametrize("kind", ["hidden", "by head", "bias", "lifted bias"])
+def test_any_mask_is_heeded(model, kind, length):
+    """In a prompt and in a step, as stock does it; and what follows without a mask sees all tokens."""
+    ids, mask, stock = prompt(length), odd_mask(kind, length), DynamicCache(config=model.config)
+    expected = [forward(model, ids, stock, mask).logits, forward(model, prompt(1, seed=5), stock).logits]
     with patch_model(model, strict=True):
-        torch.testing.assert_close(forward(model, ids, SparseCache(model), mask).logits, expected, **CLOSE)
+        cache = SparseCache(model)
+        torch.testing.assert_close(forward(model, ids, cache, mask).logits, expected[0], **CLOSE)
+        torch.testing.assert_close(forward(model, prompt(1, seed=5), cache).logits, expected[1], **CLOSE)
 
 
 def verbs(model, cache):
@@ -271,6 +288,43 @@ def test_an_unpatched_model_runs_stock_on_a_sparse_cache(model):
     for max_length in (None, 300):
         cache = SparseCache(model.config, max_length=max_length)
         assert torch.equal(greedy(model, ids, attention_mask=mask, **{cache_argument(): cache}), expected)
+
+
+def test_a_cache_of_another_model_is_refused_before_any_write(model):
+    other = tiny(model.config.model_type, index_topk=60)
+    glm = model.config.model_type == "glm_moe_dsa"
+    sharing = tiny("glm_moe_dsa", layers=3)
+    sharing.config.indexer_types = ["full", "full", "shared"]
+    with patch_model(model), patch_model(tiny("llama")) as llama:
+        for cache in (SparseCache(other), SparseCache(llama.model), *([SparseCache(sharing.config)] if glm else [])):
+            with pytest.raises(ValueError, match=r"cache: expected one for a model with Indexer\(topk=40.*, got"):
+                forward(model, prompt(30), cache)
+            assert cache.get_seq_length() == 0
+        cache = SparseCache(model)
+        with pytest.raises(ValueError, match=r"cache: expected one for a model with no indexer, got one for Indexer"):
+            forward(llama.model, prompt(30), cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_an_indexer_that_selects_another_number_than_the_config_says_is_refused(model):
+    model.config.index_topk = 20
+    with pytest.raises(ValueError, match=r"index_topk: expected the config's 20, got 40 in a layer"):
+        patch_model(model)
+
+
+def test_steps_that_return_weights_are_counted_and_traced(model):
+    model.set_attn_implementation("eager")
+    ids, seen = prompt(LENGTH), []
+    for weights in (False, True):
+        with patch_model(model, trace=True, speculate=True) as handle:
+            cache = SparseCache(model)
+            forward(model, ids, cache)
+            logits = [forward(model, ids[:, i : i + 1], cache, output_attentions=weights).logits for i in range(3)]
+            seen.append((torch.cat(logits), handle.stats(), [entry.selected for entry in handle.trace]))
+    (plain, counts, trace), (logits, other, traced) = seen
+    torch.testing.assert_close(plain, logits, **CLOSE)
+    assert counts["selector_calls"] == other["selector_calls"] == len(trace) == 3 * picked_layers(model)
+    assert all(map(torch.equal, trace, traced))
 
 
 @pytest.mark.parametrize("foreign", [DynamicCache, StaticCache])
