@@ -128,11 +128,13 @@ def bench_indexed(
     A step includes the projections and the append. Its input is random, correlated with the one before it.
 
     Raises:
-        ValueError: a shape that isn't one of SHAPES.
+        ValueError: a shape that isn't one of SHAPES; fewer tokens than a query selects.
         ExactnessError: an output isn't stock's.
     """
     layer = Layer(shape, device, dtype)
     topk, expanded = layer.config.index_topk, layer.caches_keys()
+    if tokens <= topk:
+        raise ValueError(f"tokens: expected more than the {topk} that a query selects, got {tokens}")
     inputs = successive(lambda: layer.normal(1, 1, layer.config.hidden_size), steps + _WARM, CORRELATION)
     states, timed = layer.states(tokens), Timer(torch.device(device))
     prefilled = layer.filled(SparseCache(layer.config), states, False)

@@ -80,8 +80,8 @@ class SparseConfig:
         group: how the scores of the query heads of a KV head combine, "sum" or, for quest, "max".
         sparse_prefill: prompt tokens select as well, each for itself as if decoded, once their row outgrew its budget.
             With an indexer they always do.
-        workspace: bytes that the prompt of a model with an indexer may take for scores and gathered latents at a time;
-            its queries come in as many parts as that needs. The reference ops hold up to 64 MB beside it.
+        workspace: bytes that the prompt of a model with an indexer may take at a time, about, beside its cache and
+            activations; its queries come in as many parts as that needs, of one query at least.
     """
 
     selector: str = "auto"
@@ -307,6 +307,14 @@ class SparseConfig:
             superset=self.semantics == "superset",
             hint=self.hint,
         )
+
+
+def without_effect(config: SparseConfig) -> list[str]:
+    """The settings that were given and mean nothing to a model with an indexer: "budget=64"."""
+    names = ("budget", "block_size", "sink_blocks", "local_blocks", "dense_length", "group", "sparse_prefill")
+    usual = {field.name: field.default for field in dataclasses.fields(SparseConfig)}
+    given = {name: getattr(config, name) for name in names}
+    return [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]
 
 
 class LayerPlan(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from . import kernel_loader, patches
-from .config import INDEXED, LayerPlan, SparseConfig
+from .config import INDEXED, LayerPlan, SparseConfig, without_effect
 from .hooks import HOOKS, MISSING, MaskHook, cache_argument, class_method
 from .indexed import indexer_of
 from .interface import check_implementation
@@ -193,6 +193,8 @@ class PatchHandle:
             )
         if self.config.speculate == "auto" and self.sparse_plan is not None:
             notes.append("speculate='auto': off, there is no profile for this model and device")
+        if self.indexer is not None and (idle := without_effect(self.config)):
+            notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
         if self.indexer is not None and self.kernels.backend in ("triton", "cuda"):
             notes.append("index scores and latent attention run as plain torch; top-k, EMA and counters on kernels")
         if self.config.semantics == "superset":

@@ -136,11 +136,16 @@ class Recorder:
         predicts = any(plan.predicted_blocks for plan in self._plans)
         return {
             **total,
-            "ema": self._config.ema if predicts else None,
+            "ema": self._used_ema() if predicts else None,
             "layers": [
                 {"layer": index, **rates_of(layer), "ema": self._ema(index)} for index, layer in enumerate(layers)
             ],
         }
+
+    def _used_ema(self) -> Any:
+        """What was asked for, or where nothing is calibrated the coefficients that all layers have."""
+        given = {plan.ema for plan in self._plans if plan.predicted_blocks}
+        return self._config.ema if None in given else given.pop()
 
     def _ema(self, index: int) -> Any:
         """(alpha, beta, gamma) that a layer last predicted with, a list of them where batch rows differ."""
@@ -181,7 +186,7 @@ class Report:
             rows.append((f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0]), *cells))
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-        sparse = sum(layer.status == "sparse" for layer in self.layers)
+        sparse = sum(layer.status != "dense" for layer in self.layers)
         lines = [
             f"hf_sparse_prr: {sparse} of {len(self.layers)} attention layers sparse",
             f"kernels: {self.backend} ({self.kernels['source']}, version {self.kernels['version']})",

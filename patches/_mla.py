@@ -41,6 +41,7 @@ _MODULES = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a
 # Products over gathered latents take as long as so many of SDPA's. DeepSeek-V3.2's layer, 2 CPU cores, float32: 64
 # queries over 3000 tokens 1.8 s expanded and 2.7 gathered, over 6000 6.3 and 3.5; 256 over 6000 12.0 and 11.5
 _GATHERED = 3
+_SCORED = 32  # bytes that a score takes: itself, in float64 and as a key of the top-k
 _INDEXER_MODULES = ("wq_b", "wk", "k_norm", "weights_proj")
 
 
@@ -235,12 +236,12 @@ class _Run:
             self._chosen.append(chosen)
 
     def _bytes(self, columns: int) -> int:
-        """That a query token takes while it is worked on: scores, a mask, and what is gathered, as the references hold
-        it."""
+        """That a query token takes while it is worked on: scores and what the top-k makes of them, a mask, gathered
+        latents and weights, as the references hold them."""
         batch, heads = self.new.nope.shape[:2]
         slots = min(self.plan.blocks, columns)
         gathered = slots * (self.new.latent.shape[3] + self.new.key.shape[3]) * 2 * self.new.latent.element_size()
-        return batch * (columns * 6 + min(gathered, 2**26) + heads * slots * 8)
+        return batch * (columns * _SCORED + min(gathered, 2**26) + heads * slots * 16)
 
     def _select(self, begin: int, end: int) -> torch.Tensor:
         if self.given is not None:

@@ -49,6 +49,22 @@ def test_an_unknown_shape_is_refused():
         bench_indexed("r1")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "glm-5", "--context", "40"], "expected more than the 40 that a query selects, got 40"),
+        (["--shape", "glm-5", "--context", "100", "--selector", "quest"], "they are the model's"),
+        (["--shape", "glm5"], "--shape: expected one of"),
+        (["--prefill", "1K"], "--prefill: expected a shape with an indexer, got 'smollm2'"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    refused = CliRunner().invoke(app, ["bench", "layer", *arguments])
+    assert refused.exit_code == 2 and message in " ".join(refused.stderr.split())
+    if "glm5" in arguments:
+        assert "deepseek-v3.2, glm-5" in " ".join(refused.stderr.split())
+
+
 def test_the_command_prints_a_table_and_json():
     shown = CliRunner().invoke(
         app, ["bench", "layer", "--shape", "glm-5", "--context", "100", "--rounds", "1", "--prefill", "60"]

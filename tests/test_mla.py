@@ -361,6 +361,15 @@ def test_report_and_statistics(model):
     assert all(layer.selector == "dsa" and layer.settings["index_topk"] == TOPK for layer in layers)
     assert layers[0].settings["predicted_tokens"] == 60
     assert stats["steps"] == 23 and 0 < stats["hit_rate"] < 1 and stats["bytes_read"] > 0
+    assert stats["ema"] == stats["layers"][0]["ema"] == (0.4, 0.1, 0.25)
+    assert "3 of 3 attention layers sparse" in str(handle.report())
+
+
+def test_settings_without_effect_are_named(model):
+    with patch_model(model) as handle:
+        assert "no effect" not in str(handle.report())
+    with patch_model(model, budget=None, group="max", hint="none") as handle:
+        assert "they have no effect: budget=None, group='max'" in str(handle.report())
 
 
 def test_the_report_says_what_has_no_kernel_yet(model, monkeypatch):
