@@ -97,6 +97,28 @@ def layer_config(
     )
 
 
+def compared(
+    times: dict[str, list[float]], stats: dict[str, Any], stock_bytes: int, attention: Any, device: str
+) -> dict[str, Any]:
+    """What "stock", "serial" and "prr" took and read, of their times in ms and the statistics of the latter two."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    moved = {"stock": stock_bytes}
+    moved.update({name: each["bytes_read"] / max(each["selector_calls"], 1) for name, each in stats.items()})
+    weights = sum(weight.numel() * weight.element_size() for weight in attention.parameters())
+    bandwidth = bandwidth_of(torch.device(device))
+    return {
+        "correlation": CORRELATION,
+        "hit_rate": stats["prr"]["hit_rate"],
+        "ms": medians,
+        "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
+        "kv_bytes_per_step": moved,
+        "weight_bytes": weights,
+        "floor_share": None
+        if bandwidth is None
+        else {name: (moved[name] + weights) / bandwidth / (1e-3 * medians[name]) for name in medians},
+    }
+
+
 def bench_layer(
     tokens: int,
     budget: int,
@@ -143,12 +165,7 @@ def bench_layer(
                     cache = copy.deepcopy(prefilled)
                     times[name] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
                     stats[name] = handle.stats()
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    element = torch.empty(0, dtype=dtype).element_size()
-    moved = {"stock": 2 * kv_heads * tokens * head_dim * element}
-    moved.update({name: each["bytes_read"] / max(each["selector_calls"], 1) for name, each in stats.items()})
-    weights = element * sum(weight.numel() for weight in model.model.layers[DENSE].self_attn.parameters())
-    bandwidth = bandwidth_of(torch.device(device))
+    stock_bytes = 2 * kv_heads * tokens * head_dim * torch.empty(0, dtype=dtype).element_size()
     return {
         **machine(device, dtype),
         "shape": {
@@ -161,13 +178,5 @@ def bench_layer(
         },
         "selector": SparseConfig(selector=selector).resolved_selector,
         "budget": budget,
-        "correlation": CORRELATION,
-        "hit_rate": stats["prr"]["hit_rate"],
-        "ms": medians,
-        "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
-        "kv_bytes_per_step": moved,
-        "weight_bytes": weights,
-        "floor_share": None
-        if bandwidth is None
-        else {name: (moved[name] + weights) / bandwidth / (1e-3 * medians[name]) for name in medians},
+        **compared(times, stats, stock_bytes, model.model.layers[DENSE].self_attn, device),
     }

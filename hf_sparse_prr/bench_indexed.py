@@ -2,14 +2,13 @@
 and PRR, in turns in one process, and a prompt on an empty cache. Nothing is timed before it agrees with stock."""
 
 import copy
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from .bench import CORRELATION, bandwidth_of, machine, successive
+from .bench import CORRELATION, compared, machine, successive
 from .bench_exact import ExactnessError
 from .bench_time import Timer
 from .cache import SparseCache
@@ -154,24 +153,11 @@ def bench_indexed(
                 stats[name] = handle.stats()
             for (_, output), expected in zip(taken, stock, strict=True):
                 error = max(error, _check(output, expected, name))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    element = torch.empty(0, dtype=dtype).element_size()
-    token = (layer.config.kv_lora_rank + layer.config.qk_rope_head_dim + layer.config.index_head_dim) * element
-    moved = {"stock": token * tokens}
-    moved.update({name: each["bytes_read"] / max(each["selector_calls"], 1) for name, each in stats.items()})
-    weights = element * sum(weight.numel() for weight in layer.attention.parameters())
-    bandwidth = bandwidth_of(torch.device(device))
-    floors = {} if bandwidth is None else {name: (moved[name] + weights) / bandwidth * 1e3 for name in medians}
+    stock_bytes = sum(each.numel() * each.element_size() for each in states)
     return {
         **machine(device, dtype),
         "shape": {"name": shape, "tokens": tokens, "heads": layer.config.num_attention_heads, "index_topk": topk},
-        "correlation": CORRELATION,
         "error": error,
-        "hit_rate": stats["prr"]["hit_rate"],
-        "ms": medians,
-        "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
-        "kv_bytes_per_step": moved,
-        "weight_bytes": weights,
-        "floor_share": {name: floors[name] / medians[name] for name in floors} or None,
+        **compared(times, stats, stock_bytes, layer.attention, device),
         "prefill": _prompt(layer, prefill, stock_prefill) if prefill else None,
     }

@@ -266,20 +266,23 @@ class SparseConfig:
             for index, kind in enumerate(kinds)
         ]
 
+    def _predicted(self, free: int) -> int:
+        """Blocks that are predicted where `free` are selected by score."""
+        ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
+        return math.floor(min(ratio * free, _MANY)) if self.speculate is True else 0
+
     def _plan_indexed(self, indexer: "Indexer") -> list["LayerPlan"]:
         """Tokens as blocks of one, none of them forced."""
         only = f"'auto' or {INDEXED!r}: this model selects by its own indexer"
         _expect(self.selector in ("auto", INDEXED), "selector", only, self.selector)
         self._check_indexed()
-        ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
         full = LayerPlan(
             status="sparse",
             reason="",
             selector=INDEXED,
             block_size=1,
             blocks=indexer.topk,
-            sparse_prefill=True,
-            predicted_blocks=math.floor(min(ratio * indexer.topk, _MANY)) if self.speculate is True else 0,
+            predicted_blocks=self._predicted(indexer.topk),
             ema=DEFAULT_EMA if self.ema == "calibrate" else self.ema,
             hint=self.hint,
         )
@@ -290,7 +293,6 @@ class SparseConfig:
     def _sparse(self, budget: int) -> "LayerPlan":
         blocks = min(budget // self.tokens_per_block, _MANY)
         free = blocks - self.forced_blocks
-        ratio = 1.0 if self.spec_ratio == "profile" else self.spec_ratio
         return LayerPlan(
             status="sparse",
             reason="",
@@ -302,7 +304,7 @@ class SparseConfig:
             dense_length=self.dense_length,
             group=self.group,
             sparse_prefill=self.sparse_prefill,
-            predicted_blocks=math.floor(min(ratio * free, _MANY)) if self.speculate is True else 0,
+            predicted_blocks=self._predicted(free),
             ema=None if self.ema == "calibrate" else self.ema,
             superset=self.semantics == "superset",
             hint=self.hint,

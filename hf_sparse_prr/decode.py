@@ -192,10 +192,11 @@ class BlockAttention:
 
 
 def decode_step(
-    attention: Any, layer: SparseLayer, layer_idx: int, token: Token, kernels: Any, statistics: Statistics, trace: bool
+    attention: Any, layer_idx: int, statistics: Statistics, trace: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Predict, speculate beside the selection, repair and merge, and remember: `BlockAttention` or another class of its
     methods says how. Returns its result and the ids attended to, int32 [B, H, K]."""
+    layer, token, kernels = attention.layer, attention.token, attention.kernels
     plan, like = layer.plan, token.forced
     batch, device = token.valid.shape[0], token.valid.device
     attention.calibrate()
@@ -256,7 +257,7 @@ def decode_token(
     """
     kernels = traceable(kernels)
     attention = BlockAttention(layer, query, token, kernels, scale)
-    return decode_step(attention, layer, layer_idx, token, kernels, statistics, trace)
+    return decode_step(attention, layer_idx, statistics, trace)
 
 
 def prefill_token(

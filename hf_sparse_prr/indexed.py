@@ -67,7 +67,7 @@ class IndexedLayer(SparseLayer):
         columns in use, or with `max_length` the whole buffer."""
         self.check_index(indexer_key_states, self.length - indexer_key_states.shape[1])
         begin, end = self.indexed, self.indexed + indexer_key_states.shape[1]
-        columns = self._room_for(end) if self.max_length is not None or end > self.capacity else self.capacity
+        columns = self.capacity
         if self.index_keys is None:
             batch, _, dim = indexer_key_states.shape
             self.index_keys = indexer_key_states.new_zeros((batch, columns, dim), requires_grad=False)

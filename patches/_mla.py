@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hf_sparse_prr.decode import decode_step, record_fitting
 from hf_sparse_prr.dense import on_gpu, without_cudnn
 from hf_sparse_prr.indexed import IndexedLayer
 from hf_sparse_prr.latent import Index, LatentAttention, parts, select_tokens, token_of
-from hf_sparse_prr.patches._absorb import absorbed
+from hf_sparse_prr.patches._absorb import Absorbed, absorbed
 from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.tokens import Step
 
@@ -183,11 +184,16 @@ class _Run:
         self.valid = cache.tokens.on(new.latent.device).valid
         self.given = given.to(new.latent.device) if self.plan.status == "shared" and given is not None else None
         self.mask = None if step.dense_reason is None else mask  # one that isn't causal x validity
-        self.absorbed = absorbed(module.kv_b_proj, new.latent, module.qk_nope_head_dim, module.v_head_dim)
         self._expanded: tuple[torch.Tensor, torch.Tensor] | None = None
         shared = self.handle.indexer.shared if self.handle.indexer is not None else ()
         self._keeps = module.hands_on and any(shared[module.layer_idx + 1 : module.layer_idx + 2])
         self._chosen: list[torch.Tensor] = []
+
+    @cached_property
+    def absorbed(self) -> Absorbed:
+        """Not before it is needed: a module that isn't plain is called for it, and a prompt may do without."""
+        module = self.module
+        return absorbed(module.kv_b_proj, self.new.latent, module.qk_nope_head_dim, module.v_head_dim)
 
     @property
     def selected(self) -> torch.Tensor | None:
@@ -316,9 +322,7 @@ class _Run:
             self.kernels,
             self.module.scaling,
         )
-        trace = self.handle.config.trace
-        index = self.module.layer_idx
-        output, _ = decode_step(attention, self.layer, index, token, self.kernels, statistics, trace)
+        output, _ = decode_step(attention, self.module.layer_idx, statistics, self.handle.config.trace)
         assert attention.attended is not None
         self._keep(attention.attended)
         return self.absorbed.values(output)

@@ -106,35 +106,28 @@ def layer(
         if shape not in SHAPES and shape not in INDEXED_SHAPES:
             known = ", ".join([*SHAPES, *INDEXED_SHAPES])
             raise CommandError(f"--shape: expected one of {known}, got {shape!r}", EXIT_USAGE)
-        if shape in INDEXED_SHAPES:
-            if selector != "auto" or heads or kv_heads or head_dim:
-                message = (
-                    f"expected no --selector, --heads, --kv-heads or --head-dim with {shape}: they are the model's"
-                )
-                raise CommandError(message, EXIT_USAGE)
-            length = 0 if prefill is None else _tokens(prefill)
-            try:
+        indexed = shape in INDEXED_SHAPES
+        if indexed and (selector != "auto" or heads or kv_heads or head_dim):
+            message = f"expected no --selector, --heads, --kv-heads or --head-dim with {shape}: they are the model's"
+            raise CommandError(message, EXIT_USAGE)
+        if prefill is not None and not indexed:
+            raise CommandError(f"--prefill: expected a shape with an indexer, got {shape!r}", EXIT_USAGE)
+        length = 0 if prefill is None else _tokens(prefill)
+        try:
+            if indexed:
                 with Bar(notes) as bar:
                     found = bench_indexed(shape, tokens, number, device, rounds, 12, length, stock_prefill, bar)
-            except ExactnessError as error:
-                raise CommandError(error, EXIT_DIFFERENT) from error
-            except ValueError as error:
-                raise CommandError(error, EXIT_USAGE) from error
-            if not as_json:
-                _show_indexed(Console(), found)
-            print(json.dumps(found))
-            return
-        if prefill is not None:
-            raise CommandError(f"--prefill: expected a shape with an indexer, got {shape!r}", EXIT_USAGE)
-        try:
-            found = bench_layer(
-                tokens, budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
-                shape=shape, selector=selector,
-            )  # fmt: skip
+            else:
+                found = bench_layer(
+                    tokens, budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
+                    shape=shape, selector=selector,
+                )  # fmt: skip
+        except ExactnessError as error:
+            raise CommandError(error, EXIT_DIFFERENT) from error
         except ValueError as error:
             raise CommandError(error, EXIT_USAGE) from error
     if not as_json:
-        _show_layer(Console(), found)
+        (_show_indexed if indexed else _show_layer)(Console(), found)
     print(json.dumps(found))
 
 
