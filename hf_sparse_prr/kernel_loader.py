@@ -40,6 +40,7 @@ OPS = (
     "select_blocks",
     "slots_of",
     "tally",
+    "topk_threshold",
     "update_summaries",
 )
 

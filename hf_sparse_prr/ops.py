@@ -25,6 +25,7 @@ def gvr_topk(
     hint: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_stats: bool = False,
+    threshold: torch.Tensor | None = None,
 ) -> Any:
     """The k largest entries of each row as ascending indices, exact and deterministic.
 
@@ -34,6 +35,8 @@ def gvr_topk(
         hint: [R, M] integers of any content; changes the speed, never the result.
         lengths: [R] integers, clamped to [0, N]; entries at or past them are never candidates.
         return_stats: return (indices, TopKStats) instead.
+        threshold: fp32 [R], a score that somewhat more than k entries are expected to reach; as the hint, and before
+            it.
 
     Returns:
         int32 [R, k], unused slots -1 and last. At the k-th value the smallest index wins. The result is a function of
@@ -48,4 +51,4 @@ def gvr_topk(
         topk = traced_ops.Ops(traced_ops.key_of_auto()).gvr_topk
     else:
         topk = kernel_loader.resolve("auto").module.gvr_topk
-    return topk(scores, k, hint=hint, lengths=lengths, return_stats=return_stats)
+    return topk(scores, k, hint=hint, lengths=lengths, return_stats=return_stats, threshold=threshold)

@@ -68,6 +68,7 @@ class Ops:
     quest_scores = _op("quest_scores")
     select_blocks = _op("select_blocks")
     tally = _op("tally")
+    topk_threshold = _op("topk_threshold")
     update_summaries = _op("update_summaries")
 
     def block_partials(self, *args: Any, **kwargs: Any) -> Partials:
@@ -197,8 +198,15 @@ infllm_scores.register_fake(lambda kernels, query, means, *_: _scores(query, mea
 
 
 @custom_op("hf_sparse_prr::gvr_topk", mutates_args=())
-def gvr_topk(kernels: str, scores: Tensor, k: int, hint: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
-    return _KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths).contiguous()
+def gvr_topk(
+    kernels: str,
+    scores: Tensor,
+    k: int,
+    hint: Tensor | None = None,
+    lengths: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> Tensor:
+    return _KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths, threshold=threshold).contiguous()
 
 
 gvr_topk.register_fake(lambda kernels, scores, k, *_: _ids(scores, scores.shape[0], k))
@@ -206,9 +214,15 @@ gvr_topk.register_fake(lambda kernels, scores, k, *_: _ids(scores, scores.shape[
 
 @custom_op("hf_sparse_prr::gvr_topk_stats", mutates_args=())
 def gvr_topk_stats(
-    kernels: str, scores: Tensor, k: int, hint: Tensor | None = None, lengths: Tensor | None = None
+    kernels: str,
+    scores: Tensor,
+    k: int,
+    hint: Tensor | None = None,
+    lengths: Tensor | None = None,
+    threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    indices, stats = _KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths, return_stats=True)
+    guesses = dict(hint=hint, lengths=lengths, threshold=threshold)
+    indices, stats = _KERNELS[kernels].gvr_topk(scores, k, **guesses, return_stats=True)
     passes, candidates, fallback = stats
     return indices.contiguous(), passes, candidates, fallback
 
@@ -218,6 +232,14 @@ def _(kernels: str, scores: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor, Te
     rows = scores.shape[0]
     fallback = scores.new_empty(rows, dtype=torch.bool)
     return _ids(scores, rows, k), _ids(scores, rows), _ids(scores, rows), fallback
+
+
+@custom_op("hf_sparse_prr::topk_threshold", mutates_args=())
+def topk_threshold(kernels: str, scores: Tensor, k: int, lengths: Tensor | None = None) -> Tensor:
+    return _KERNELS[kernels].topk_threshold(scores, k, lengths=lengths)
+
+
+topk_threshold.register_fake(lambda kernels, scores, k, *_: scores.new_empty(scores.shape[0], dtype=torch.float32))
 
 
 @custom_op("hf_sparse_prr::select_blocks", mutates_args=())

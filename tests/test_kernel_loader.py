@@ -22,6 +22,7 @@ OPS = [
     "quest_scores",
     "repair_merge",
     "slots_of",
+    "topk_threshold",
     "update_summaries",
 ]
 

@@ -40,6 +40,7 @@ quest_scores = dispatch.by_device(reference.quest_scores)
 repair_merge = dispatch.by_device(reference.repair_merge)
 select_blocks = dispatch.by_device(reference.select_blocks)
 tally = dispatch.by_device(reference.tally)
+topk_threshold = dispatch.by_device(reference.topk_threshold)
 update_summaries = dispatch.by_device(reference.update_summaries)
 
 backend = dispatch.backend()
@@ -68,5 +69,6 @@ __all__ = [
     "select_blocks",
     "slots_of",
     "tally",
+    "topk_threshold",
     "update_summaries",
 ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime.errors import OutOfResources
 
-from . import triton_kernels
+from . import cuda_kernels, triton_kernels
 from .triton_kernels import tuned
 
 Call = Callable[[], Any]  # a tensor, or a tuple of them
@@ -29,6 +29,12 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "merge": {"DS": (16, 32, 64)},
     "select": {"num_warps": (4, 8, 16, 32)},
     "ema_step": {"CHUNK": (256, 512, 1024), "num_warps": (4, 8)},
+    "ways": {
+        "ROW": (4096, 8192, 16384),
+        "ROW_GUESSED": (2048, 4096, 8192),
+        "TILES": (1, 2, 4, 8),
+        "GUESSED": (32, 64, 128, 256),
+    },
 }
 _WORTH = 0.98  # of the defaults' time: a smaller gain is noise, and not worth other bits
 _L2 = 2**27  # bytes that no GPU's L2 holds: a decode step finds nothing of its layer there
@@ -99,6 +105,18 @@ def _rows(op: str, heads: int, tokens: int, device: torch.device) -> list[Call]:
     return [partial(triton_kernels.ema_step, scores, level, trend, ema, 1, last)]
 
 
+def _selections(columns: int, device: torch.device) -> dict[str, list[Call]]:
+    """Calls that select tokens as an indexer does, by rows, and with a threshold from scores like these."""
+    kernels = cuda_kernels if cuda_kernels.AVAILABLE else triton_kernels
+    cases: dict[str, list[Call]] = {}
+    for rows in (1, 4, 64, 256):
+        scores, k = torch.randn((rows, columns), device=device), min(2048, columns // 4)
+        threshold = kernels.topk_threshold(scores, k)
+        cases[f"{rows} x {columns}"] = [partial(kernels.gvr_topk, scores, k)]
+        cases[f"{rows} x {columns}, threshold"] = [partial(kernels.gvr_topk, scores, k, threshold=threshold)]
+    return cases
+
+
 def _merges(heads: int, group: int, dim: int, device: torch.device, dtype: torch.dtype) -> list[Call]:
     """A call that merges as serial decoding does, and as PRR does where everything was predicted."""
     tokens = SELECTED * BLOCK
@@ -122,7 +140,11 @@ def cases_of(
     op: str, device: torch.device, contexts: tuple[int, ...] = CONTEXTS, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, list[Call]]:
     """What an op is measured on, by name."""
-    cases = {}
+    cases: dict[str, list[Call]] = {}
+    if op == "ways":
+        for columns in sorted({contexts[0] // 8, contexts[0] // 4, *contexts[:2]}):
+            cases |= _selections(columns, device)
+        return cases
     for shape, (heads, group, dim) in SHAPES.items():
         if op == "merge":
             cases[shape] = _merges(heads, group, dim, device, dtype)

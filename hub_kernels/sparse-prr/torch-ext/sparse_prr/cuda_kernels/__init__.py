@@ -8,6 +8,6 @@ from pathlib import Path
 
 AVAILABLE = any(Path(__file__).parents[1].glob("*.abi3.so"))
 if AVAILABLE:
-    from .topk import gvr_topk, select_blocks
+    from .topk import gvr_topk, select_blocks, topk_threshold
 
-    __all__ = ["AVAILABLE", "gvr_topk", "select_blocks"]
+    __all__ = ["AVAILABLE", "gvr_topk", "select_blocks", "topk_threshold"]

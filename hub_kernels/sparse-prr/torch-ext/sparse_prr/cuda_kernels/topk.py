@@ -1,11 +1,33 @@
-"""Exact top-k with smallest-index ties: bound, histogram, rank, compact (`topk_cuda/topk.cuh`)."""
+"""Exact top-k with smallest-index ties, in one of four ways (`topk_cuda/`). Which one, `way_of` says by shape, from
+what was measured on the GPU.
+
+    ROW      one block a row: bound, histogram, rank, compact
+    TILES    a grid collects what reaches a guessed threshold, a block a row refines it; each block samples for itself
+    GUESSED  the same behind a kernel that makes the guess: for several rows, or from a hint
+    STREAM   one block a row guesses, collects and refines: where there are rows enough to fill the GPU
+"""
 
 import torch
 
 from .._ops import ops  # type: ignore[import-not-found]
 from ..reference.topk import TopKStats, check_topk_arguments
+from ..triton_kernels.tuned import config
 
-_PASSES = 4  # bound, histogram, count, write; members and up to two more histograms where scores crowd
+ROW, TILES, GUESSED, STREAM = range(4)
+_PASSES = 4  # of ROW: bound, histogram, count, write; members and up to two more histograms where scores crowd
+_MOST = 4096  # winners, of at most 8192 candidates that are refined on chip
+_LONGEST = 4096 * 1024  # entries of a row in tiles
+
+
+def way_of(scores: torch.Tensor, k: int, *, guessed: bool) -> int:
+    """The fastest way. guessed: a threshold is known."""
+    rows, columns = scores.shape
+    limits = config("ways", scores)
+    if not 0 < k <= _MOST or columns <= limits["ROW_GUESSED" if guessed else "ROW"] or columns > _LONGEST:
+        return ROW
+    if rows <= limits["TILES"]:
+        return TILES
+    return GUESSED if rows <= limits["GUESSED"] else STREAM
 
 
 def _with_unit_stride(scores: torch.Tensor) -> torch.Tensor:
@@ -19,19 +41,44 @@ def gvr_topk(
     hint: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_stats: bool = False,
+    threshold: torch.Tensor | None = None,
+    way: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TopKStats]:
-    """As the reference. One block a row; the hint isn't needed. One launch, nothing is read on the host."""
-    check_topk_arguments(scores, k, hint, lengths)
+    """As the reference; one to three launches, nothing is read on the host. way: one of the above, instead of the
+    fastest. A hint is read only if GUESSED is asked for: to gather it costs more than a sample (NOTES.md)."""
+    check_topk_arguments(scores, k, hint, lengths, threshold)
     rows = scores.shape[0]
+    if way is None:
+        way = way_of(scores, k, guessed=threshold is not None)
+        hint = None
     indices = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     candidates = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    fallback = torch.empty(rows, dtype=torch.bool, device=scores.device)
     if lengths is not None and lengths.dtype not in (torch.int32, torch.int64):
         lengths = lengths.int()
-    ops.gvr_topk(indices, candidates, _with_unit_stride(scores), lengths)
+    scores = _with_unit_stride(scores)
+    if way == ROW:
+        ops.gvr_topk(indices, candidates, scores, lengths)
+    else:
+        hint = hint.long().contiguous() if hint is not None and way == GUESSED else None
+        threshold = None if threshold is None else threshold.contiguous()
+        ops.topk_stream(indices, candidates, fallback, scores, lengths, threshold, hint, way)
     if not return_stats:
         return indices
-    passes = torch.full_like(candidates, _PASSES)
-    return indices, TopKStats(passes, candidates, torch.zeros_like(candidates, dtype=torch.bool))
+    if way == ROW:
+        return indices, TopKStats(torch.full_like(candidates, _PASSES), candidates, fallback.zero_())
+    passes = torch.where(fallback, 1 + _PASSES, 1).int()
+    return indices, TopKStats(passes, candidates, fallback)
+
+
+def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, within the width of a bin; a block a row."""
+    check_topk_arguments(scores, k, None, lengths)
+    threshold = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    if lengths is not None and lengths.dtype not in (torch.int32, torch.int64):
+        lengths = lengths.int()
+    ops.topk_threshold(threshold, _with_unit_stride(scores), k, lengths)
+    return threshold
 
 
 def select_blocks(

@@ -11,7 +11,7 @@ from .score import infllm_scores, quest_scores
 from .select import ascending, select_blocks
 from .summary import update_summaries
 from .tally import tally
-from .topk import TopKStats, gvr_topk
+from .topk import TopKStats, gvr_topk, topk_threshold
 
 backend = "reference"
 
@@ -39,5 +39,6 @@ __all__ = [
     "select_blocks",
     "slots_of",
     "tally",
+    "topk_threshold",
     "update_summaries",
 ]

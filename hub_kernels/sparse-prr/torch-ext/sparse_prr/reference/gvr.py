@@ -2,9 +2,10 @@
 
 Scores are seen as int32 keys that order as they do. A threshold is guessed from the scores that a hint points at,
 verified by counting, moved until it leaves few enough candidates, and those are refined exactly. Two changes make the
-search exact on every row, in at most 34 counts: after the hint's own count and one secant step each further threshold
-bisects the keys, both ends of the bracket being anchored at -inf and +inf and not at what the hint says; and each count
-takes >= t and > t together, so that a plateau of equal scores wider than the candidate buffer ends the search at once.
+search exact on every row, in at most 35 counts: after the hint's own count, one secant step and the smallest hinted
+score, which leaves few too many where the hint is good, each further threshold bisects the keys, both ends of the
+bracket being anchored at -inf and +inf and not at what the hint says; and each count takes >= t and > t together, so
+that a plateau of equal scores wider than the candidate buffer ends the search at once.
 """
 
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Guess(NamedTuple):
 
 class Found(NamedTuple):
     """threshold: int32 [R], the candidates are the keys >= it. plateau: bool [R], the k-th key is the threshold itself
-    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], the guess missed twice, or
+    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], the guess missed three times, or
     wasn't there, and bisection took over."""
 
     threshold: torch.Tensor
@@ -69,6 +70,24 @@ def guess(keys: torch.Tensor, hint: torch.Tensor | None) -> Guess:
         torch.where(some, total / inside.sum(dim=1), float("nan")),
         torch.where(some, torch.where(inside, scores, float("-inf")).amax(dim=1), float("nan")),
     )
+
+
+def sampled_threshold(keys: torch.Tensor, k: int, size: int = 2048) -> torch.Tensor:
+    """fp32 [R]: the order statistic of a sample of each row that aims somewhat beyond the k-th key. -inf where every
+    entry is a candidate anyway, or the sample has too few."""
+    rows, columns = keys.shape
+    everything = torch.full((rows,), float("-inf"), device=keys.device)
+    if columns <= max(size, buffer_size(k)):
+        return everything
+    spacing = columns / size
+    root = 2 * spacing**0.5 + (4 * spacing + k) ** 0.5  # four standard deviations above k
+    need = max(int(root * root / spacing), 1)
+    if need > size:
+        return everything
+    number = torch.arange(size, device=keys.device)
+    where = (number // 2 * columns // (size // 2)) // 2 * 2 + number % 2
+    sampled = keys[:, where.clamp(max=columns - 1)].sort(dim=1, descending=True).values[:, need - 1]
+    return torch.where(sampled == INVALID, everything, key_scores(sampled))
 
 
 def _secant(seen: Guess, first: torch.Tensor, count: torch.Tensor, k: int, hints: int) -> torch.Tensor:
@@ -99,7 +118,7 @@ def verify(keys: torch.Tensor, k: int, seen: Guess, hints: int, buffer: int) -> 
     )
     done = torch.zeros_like(found.plateau)
     steps = [torch.where(seen.mean.isfinite(), seen.mean, seen.high)]  # an infinity among the hints: try the largest
-    for step in range(34):
+    for step in range(35):
         active = ((high > low) & ~done).nonzero().flatten()
         if len(active) == 0:
             break
@@ -118,7 +137,7 @@ def verify(keys: torch.Tensor, k: int, seen: Guess, hints: int, buffer: int) -> 
         found.counts[active] += 1
         if step == 0:
             counted = torch.zeros(rows, dtype=torch.int64, device=keys.device).index_copy(0, active, at_least)
-            steps.append(_secant(seen, steps[0], counted, k, hints))
+            steps += [_secant(seen, steps[0], counted, k, hints), seen.low]
         kth = (above < k) & (at_least >= k)
         accepted = (at_least >= k) & (at_least <= buffer)
         found.threshold[active] = torch.where(accepted | kth, threshold.int(), found.threshold[active])

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .gvr import INVALID, buffer_size, collect, fill, guess, order_keys, refine, verify
+from .gvr import INVALID, Guess, buffer_size, collect, fill, guess, order_keys, refine, sampled_threshold, verify
 
 _SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -23,7 +23,13 @@ class TopKStats(NamedTuple):
     fallback: torch.Tensor
 
 
-def check_topk_arguments(scores: torch.Tensor, k: int, hint: torch.Tensor | None, lengths: torch.Tensor | None) -> None:
+def check_topk_arguments(
+    scores: torch.Tensor,
+    k: int,
+    hint: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    threshold: torch.Tensor | None = None,
+) -> None:
     """Raise ValueError for anything outside the contract of `gvr_topk`."""
     if scores.dim() != 2 or scores.dtype not in _SCORE_DTYPES:
         raise ValueError(
@@ -42,6 +48,22 @@ def check_topk_arguments(scores: torch.Tensor, k: int, hint: torch.Tensor | None
             )
         if tensor.device != scores.device:
             raise ValueError(f"{name}: expected device {scores.device}, got {tensor.device}")
+    if threshold is None:
+        return
+    if threshold.shape != (rows,) or threshold.dtype != torch.float32:
+        raise ValueError(
+            f"threshold: expected [{rows}] in torch.float32, got {list(threshold.shape)} in {threshold.dtype}"
+        )
+    if threshold.device != scores.device:
+        raise ValueError(f"threshold: expected device {scores.device}, got {threshold.device}")
+
+
+def _valid_keys(scores: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    keys = order_keys(scores)
+    if lengths is None:
+        return keys
+    beyond = torch.arange(scores.shape[1], device=scores.device) >= lengths.long()[:, None]
+    return keys.masked_fill(beyond, INVALID)
 
 
 def gvr_topk(
@@ -51,6 +73,7 @@ def gvr_topk(
     hint: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_stats: bool = False,
+    threshold: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TopKStats]:
     """The k largest entries of each row, as ascending indices; at the k-th value the smallest index wins.
 
@@ -62,6 +85,8 @@ def gvr_topk(
             never the result.
         lengths: [R] integers, clamped to [0, N]; entries at or past them are never candidates.
         return_stats: also return `TopKStats`.
+        threshold: fp32 [R], a score that somewhat more than k entries are expected to reach, as `topk_threshold` finds
+            it. As the hint, it may change the speed, never the result; it goes before a hint.
 
     Returns:
         int32 [R, k], ascending, -1 in unused slots, which come last. Valid slots = min(k, non-NaN entries within the
@@ -70,18 +95,19 @@ def gvr_topk(
     Raises:
         ValueError: shapes, dtypes, devices or k outside the above.
     """
-    check_topk_arguments(scores, k, hint, lengths)
+    check_topk_arguments(scores, k, hint, lengths, threshold)
     rows, columns = scores.shape
-    keys = order_keys(scores)
-    if lengths is not None:
-        beyond = torch.arange(columns, device=scores.device) >= lengths.long()[:, None]
-        keys = keys.masked_fill(beyond, INVALID)
+    keys = _valid_keys(scores, lengths)
     buffer = buffer_size(k)
     if columns <= buffer or rows == 0 or k == 0:  # every entry is a candidate
         winners = refine(keys, k)
         found = None
     else:
-        found = verify(keys, k, guess(keys, hint), 0 if hint is None else hint.shape[1], buffer)
+        if threshold is None:
+            seen, hints = guess(keys, hint), 0 if hint is None else hint.shape[1]
+        else:
+            seen, hints = Guess(threshold, threshold, threshold), k
+        found = verify(keys, k, seen, hints, buffer)
         kept = keys.masked_fill(found.plateau[:, None], INVALID)
         value, index, candidates = collect(kept, found.threshold)
         winners = index.gather(1, refine(value, k).clamp(max=index.shape[1] - 1))
@@ -96,3 +122,17 @@ def gvr_topk(
         )
     # One more pass collects, or fills a plateau
     return indices, TopKStats(found.counts + 1, candidates, found.guarded)
+
+
+def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """A score that somewhat more than k entries of each row reach, fp32 [R], by a sample of the row: what a later
+    `gvr_topk` over scores like these takes as its `threshold`. -inf where a row has few entries.
+
+    The sample is pairs of neighbours, evenly over the row; the threshold is one of its order statistics, aimed so that
+    four standard deviations still leave k entries.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or k outside the contract of `gvr_topk`.
+    """
+    check_topk_arguments(scores, k, None, lengths)
+    return sampled_threshold(_valid_keys(scores, lengths), k)

@@ -136,9 +136,10 @@ def gvr_topk(
     hint: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     return_stats: bool = False,
+    threshold: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TopKStats]:
-    """As the reference. One program a row, five passes whatever the row holds; the hint isn't needed."""
-    check_topk_arguments(scores, k, hint, lengths)
+    """As the reference. One program a row, five passes whatever the row holds; no guess is needed."""
+    check_topk_arguments(scores, k, hint, lengths, threshold)
     rows, columns = scores.shape
     indices = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     candidates = torch.zeros(rows, dtype=torch.int32, device=scores.device)

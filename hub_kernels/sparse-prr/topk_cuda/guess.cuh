@@ -1,0 +1,190 @@
+// Guess and verify (GVR, arXiv 2604.22312), before the one pass over a row: a threshold that leaves somewhat more than k
+// entries, from whatever is known. Neither what is known nor the sample can change the result: see `refine`.
+//
+//   given    a threshold on the device, or the mean of the scores that a hint points at: kept if, by the sample, it leaves
+//            between k and CAPACITY entries. GVR counts it over the whole row for that, and moves it by secants
+//   sample   four neighbours each (half a sector: all blocks read the same ones), evenly over the row; the threshold is one
+//            of its order statistics
+#pragma once
+
+#include "search.cuh"
+
+namespace sparse_prr {
+
+constexpr int CAPACITY = 8192;  // candidates that a block refines on chip
+
+struct Guess {
+  uint32_t key;  // what is at or above it is a candidate; 1: every entry is
+  int shift;     // slots of 2^shift keys above it reach beyond most candidates; 32: not known
+};
+
+// The lowest score that is a candidate. NaN is none.
+__device__ inline float lowest(Guess guess) { return guess.key == 1 ? -INFINITY : score_of(guess.key); }
+
+struct Stream {
+  Arguments row;           // selected and forced are null; batch_stride is 0
+  const float* threshold;  // [rows], or null
+  const int64_t* hint;     // [rows, M], or null
+  int64_t hint_stride;
+  int M;
+  float* aim;         // [rows], or null: the threshold as a score; of `guess`
+  Guess* guesses;  // [rows]
+  int tile, tiles, kept;
+  int* counts;     // [rows, tiles]: a tile's candidates, also those that `entries` has no room for
+  uint2* entries;  // [rows, tiles, kept]: key and index of a tile's first candidates, in index order
+  uint2* lists;    // [rows, CAPACITY]: of all candidates, where they don't fit in registers as they come
+  bool* fallback;  // [rows], or null: the whole row was searched
+};
+
+// THREADS * ITEMS entries of a row, in fours.
+template <typename T, int THREADS, int ITEMS>
+struct Sample {
+  static constexpr int SIZE = THREADS * ITEMS;
+  T scores[ITEMS];
+  uint32_t keys[ITEMS];
+
+  __device__ static int where(int j, int N) {
+    const unsigned at = j * THREADS + threadIdx.x;
+    return static_cast<int>((uint64_t{at / 4} * static_cast<unsigned>(N) / (SIZE / 4)) & ~3ull) + at % 4;
+  }
+
+  __device__ void load(const T* row, int N) {  // does not wait for the row's length
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) scores[j] = where(j, N) < N ? row[where(j, N)] : T(0.0f);
+  }
+
+  __device__ void rank(int N, int limit) {
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) keys[j] = where(j, N) < limit ? key_of(value(scores[j])) : 0u;
+  }
+
+  template <typename Visit>
+  __device__ void each(Visit visit) {
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) visit(keys[j], j);
+  }
+};
+
+// Entries to aim at, so that SIGMAS standard deviations of what the sample says still leave k: a threshold with the share
+// p of the sample above it has N p +- sqrt(N p N/SIZE) entries above it. At 3.5 one row in 4300 has too few.
+__device__ inline float target_of(int k, float spacing) {
+  constexpr float SIGMAS = 3.5f;
+  const float half = 0.5f * SIGMAS * sqrtf(spacing), root = half + sqrtf(half * half + static_cast<float>(k));
+  return root * root;
+}
+
+// The sum of `own` over the block.
+template <int THREADS>
+__device__ int total_of(int own, Shared<THREADS / 32>& shared) {
+  own = __reduce_add_sync(ALL, own);
+  if (threadIdx.x % 32 == 0) shared.above[threadIdx.x / 32] = own;
+  __syncthreads();
+  return __reduce_add_sync(ALL, threadIdx.x % 32 < THREADS / 32 ? shared.above[threadIdx.x % 32] : 0);
+}
+
+// Slots from the guess up. Where the k-th entry is a rare one, it may lie beyond all of the sample.
+__device__ inline int shift_beyond(uint32_t low, uint32_t top, int k, float spacing) {
+  return shift_of(low, top) + (static_cast<float>(k) < 4.0f * spacing);
+}
+
+// The key of the sample that leaves about `target_of` entries: the lower edge of a bin that holds few of the sample. 1 if
+// the sample has too few entries.
+template <int THREADS, typename Row>
+__device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>& shared) {
+  const float spacing = fmaxf(static_cast<float>(N) / Row::SIZE, 1.0f);
+  int need = max(static_cast<int>(target_of(k, spacing) / spacing), 1);
+  uint32_t low, high;
+  bound<THREADS>(sample, need, shared, low, high);
+  if (high == 0) return {1, 32};
+  const uint32_t top = high;
+  for (const int enough = max(need / 8, 1);;) {
+    const int shift = shift_of(low, high);
+    fill<THREADS>(sample, shift, low, high, shared);
+    crossing<THREADS>(need, shared);
+    const int inside = shared.inside;
+    enter_slot(shared.slot, shift, low, high);
+    need -= shared.before;
+    __syncthreads();
+    if (threadIdx.x == 0) shared.inside = 0;
+    if (inside == 0) return {1, 32};
+    if (inside <= enough || low == high) return {low, shift_beyond(low, top, k, spacing)};
+  }
+}
+
+// What a sample says of a given key: the guess that it is, if it leaves between k and CAPACITY entries; else key 0. At
+// least a standard deviation of the sample above k: what turns out to be too high costs a search of the whole row.
+template <int THREADS, typename Row>
+__device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THREADS / 32>& shared) {
+  int own = 0;
+  uint32_t top = given;
+  sample.each([&](uint32_t key, int) {
+    own += key >= given;
+    top = max(top, key);
+  });
+  top = __reduce_max_sync(ALL, top);
+  if (threadIdx.x % 32 == 0) shared.high[threadIdx.x / 32] = top;
+  const float spacing = static_cast<float>(N) / Row::SIZE, left = spacing * total_of<THREADS>(own, shared);
+  top = __reduce_max_sync(ALL, threadIdx.x % 32 < THREADS / 32 ? shared.high[threadIdx.x % 32] : 0u);
+  const bool good = left >= k + sqrtf(k * spacing) && left <= 0.85f * CAPACITY;
+  return {good ? given : 0u, shift_beyond(given, top, k, spacing)};
+}
+
+// The guess for a row by a block of THREADS that samples ITEMS entries a thread, half of them to verify what is known.
+// `given()` is its key, called where `known`; 0: nothing after all. Ends with the histogram empty.
+template <typename T, int THREADS, int ITEMS, typename Given>
+__device__ Guess guess(const T* row, int k, int N, int limit, bool known, Given given, Shared<THREADS / 32>& shared) {
+  if (known) {
+    Sample<T, THREADS, ITEMS / 2> few;
+    few.load(row, N);
+    const uint32_t key = given();
+    few.rank(N, limit);
+    if (key) {
+      const Guess found = verified<THREADS>(few, key, k, N, shared);
+      if (found.key) return found;
+      __syncthreads();
+    }
+  }
+  Sample<T, THREADS, ITEMS> sample;
+  sample.load(row, N);
+  sample.rank(N, limit);
+  return order_statistic<THREADS>(sample, k, N, shared);
+}
+
+// One block a row writes the row's guess, where there are too many rows for each block of `collect` to sample for itself.
+template <typename T, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
+  __shared__ Shared<THREADS / 32> shared;
+  __shared__ float sum;
+  clear<THREADS>(shared);
+  if (threadIdx.x == 0) sum = 0.0f;
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  const int64_t r = blockIdx.x;
+  const T* row = static_cast<const T*>(s.row.scores) + r * s.row.head_stride;
+  const int limit = limit_of(s.row, r);
+  auto mean_of_hint = [&] {
+    float own = 0.0f;
+    int valid = 0;
+    for (int m = threadIdx.x; m < s.M; m += THREADS) {
+      const int64_t at = s.hint[r * s.hint_stride + m];
+      const float score = at >= 0 && at < limit ? value(row[at]) : NAN;
+      if (fabsf(score) < INFINITY) {
+        own += score;
+        ++valid;
+      }
+    }
+    atomicAdd(&sum, own);  // in any order: a guess may differ from run to run, the result can't
+    valid = total_of<THREADS>(valid, shared);
+    __syncthreads();
+    return valid ? key_of(sum / valid) : 0u;
+  };
+  const Guess found = guess<T, THREADS, ITEMS>(
+      row, s.row.k, s.row.N, limit, s.threshold || s.hint,
+      [&] { return s.threshold ? key_of(s.threshold[r]) : mean_of_hint(); }, shared);
+  if (threadIdx.x != 0) return;
+  if (s.guesses) s.guesses[r] = found;
+  if (s.aim) s.aim[r] = lowest(found);
+}
+
+}  // namespace sparse_prr

@@ -1,0 +1,148 @@
+// The ops of `stream.cuh` and `guess.cuh`: long rows, each read once.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "host.h"
+#include "stream.cuh"
+
+using namespace sparse_prr;
+
+namespace {
+
+constexpr int64_t FEW_ROWS = 8, LONGEST_SAMPLED = 512 << 10;  // longer rows want a larger sample than a block's
+constexpr int LISTS = CAPACITY * 8;  // bytes of a row's candidates
+
+// More than 48 KB of shared memory has to be asked for, once a kernel and device.
+template <auto kernel>
+void launch_with_lists(const Stream& s, int64_t rows, int threads, int device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static uint64_t allowed = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!(allowed >> device & 1))
+      STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, LISTS));
+    allowed |= uint64_t{1} << device;
+  }
+  launch_early(kernel, dim3(static_cast<unsigned>(rows)), threads, LISTS, stream, s);
+}
+
+template <typename T>
+void launch_guess(const Stream& s, int64_t rows, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(rows));
+  const int N = s.row.N;
+  if (N <= 192 << 10) return launch_early(guess_row<T, 512, 4>, grid, 512, 0, stream, s);
+  if (N <= 384 << 10) return launch_early(guess_row<T, 512, 8>, grid, 512, 0, stream, s);
+  if (N <= 1536 << 10) return launch_early(guess_row<T, 1024, 8>, grid, 1024, 0, stream, s);
+  return launch_early(guess_row<T, 1024, 32>, grid, 1024, 0, stream, s);
+}
+
+// A block that samples takes a sample as dense as the row's length needs. Few rows: threads rather than loads of a thread.
+template <typename T>
+void launch_collect(const Stream& s, bool samples, int64_t rows, cudaStream_t stream) {
+  const dim3 grid(s.tiles, static_cast<unsigned>(rows));
+  auto go = [&](auto kernel, int threads) { launch_early(kernel, grid, threads, 0, stream, s); };
+  if (s.tile <= 512) return samples ? go(collect<T, 256, 2, 8>, 256) : go(collect<T, 256, 2, 0>, 256);
+  if (s.tile <= 1024) return samples ? go(collect<T, 256, 4, 8>, 256) : go(collect<T, 256, 4, 0>, 256);
+  if (s.tile <= 2048) return samples ? go(collect<T, 256, 8, 8>, 256) : go(collect<T, 256, 8, 0>, 256);
+  if (rows > FEW_ROWS && !samples) return go(collect<T, 256, 16, 0>, 256);
+  if (s.tile <= 4096) return samples ? go(collect<T, 512, 8, 8>, 512) : go(collect<T, 512, 8, 0>, 512);
+  return go(collect<T, 1024, 8, 0>, 1024);
+}
+
+template <typename T>
+void launch_refine(const Stream& s, int64_t rows, cudaStream_t stream) {
+  auto go = [&](auto kernel) { launch_early(kernel, dim3(static_cast<unsigned>(rows)), REFINE_THREADS, 0, stream, s); };
+  if (s.tiles <= 32) return go(refine<T, 1>);
+  if (s.tiles <= 128) return go(refine<T, 4>);
+  return go(refine<T, 8>);
+}
+
+template <typename T>
+void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t stream) {
+  if (s.row.N <= 384 << 10) return launch_with_lists<stream_row<T, 8>>(s, rows, STREAM_THREADS, device, stream);
+  return launch_with_lists<stream_row<T, 32>>(s, rows, STREAM_THREADS, device, stream);
+}
+
+// Entries of a tile. One row alone is shared by all multiprocessors; `refine` keeps what 128 tiles (or 32, of more
+// candidates each) leave in registers.
+int tile_of(int64_t rows, int64_t N) {
+  const int64_t share = rows > FEW_ROWS ? (N + 31) / 32 : (N + 127) / 128;
+  const int64_t step = rows > FEW_ROWS || share <= 2048 ? 256 : share <= 4096 ? 512 : 1024;
+  return static_cast<int>(std::min((share + step - 1) / step * step, int64_t{rows > FEW_ROWS ? 4096 : 8192}));
+}
+
+void check_threshold(const Tensor& threshold, const Tensor& scores) {
+  STD_TORCH_CHECK(threshold.dim() == 1 && threshold.numel() == scores.size(0), "threshold: expected [", scores.size(0),
+                  "]");
+  check_output(threshold, ScalarType::Float, scores, "threshold");
+}
+
+}  // namespace
+
+void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
+                 std::optional<Tensor> lengths, std::optional<Tensor> threshold, std::optional<Tensor> hint,
+                 int64_t way) {
+  Stream s{};
+  s.row = arguments_of(scores, lengths, indices.dim() == 2 ? indices.size(1) : -1);
+  const int64_t rows = scores.size(0), N = scores.size(1);
+  const bool tiled = way != 3, apart = way == 2 || N > LONGEST_SAMPLED;
+  check_output(indices, ScalarType::Int, scores, "indices");
+  check_output(candidates, ScalarType::Int, scores, "candidates");
+  check_output(fallback, ScalarType::Bool, scores, "fallback");
+  STD_TORCH_CHECK(indices.size(0) == rows && candidates.numel() == rows && fallback.numel() == rows,
+                  "outputs: expected [", rows, ", k], [", rows, "] and [", rows, "]");
+  STD_TORCH_CHECK(way >= 1 && way <= 3 && s.row.k >= 1 && s.row.k <= CAPACITY, "expected a way of 1 to 3 and k of 1 to ",
+                  CAPACITY, ", got ", way, " and ", s.row.k);
+  STD_TORCH_CHECK(!tiled || (rows <= 65535 && N <= int64_t{4096} * MAX_TILES), "too many rows or entries: ", rows, " x ",
+                  N);
+  if (rows == 0) return;
+  s.row.free = static_cast<int*>(indices.data_ptr());
+  s.row.candidates = static_cast<int*>(candidates.data_ptr());
+  s.fallback = static_cast<bool*>(fallback.data_ptr());
+  if (threshold) {
+    check_threshold(*threshold, scores);
+    s.threshold = static_cast<const float*>(threshold->data_ptr());
+  }
+  if (hint) {
+    STD_TORCH_CHECK(apart && hint->dim() == 2 && hint->size(0) == rows && hint->scalar_type() == ScalarType::Long &&
+                        (hint->size(1) <= 1 || hint->stride(1) == 1),
+                    "hint: expected int64 [", rows, ", M] and the way 2");
+    check_beside(*hint, scores, "hint");
+    s.hint = static_cast<const int64_t*>(hint->data_ptr());
+    s.hint_stride = hint->stride(0);
+    s.M = static_cast<int>(hint->size(1));
+  }
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  const cudaStream_t stream = stream_of(scores);
+  const int device = scores.get_device_index();
+  if (!tiled) return by_type(scores, [&](auto type) { launch_stream<decltype(type)>(s, rows, device, stream); });
+
+  // From the allocator of the current stream, and back to it on return: what runs there next comes after these kernels.
+  s.tile = tile_of(rows, N);
+  s.tiles = static_cast<int>((N + s.tile - 1) / s.tile);
+  s.kept = rows > FEW_ROWS || rows * N > 4 << 20 ? std::min(s.tile, 512) : s.tile;  // all of it while that is 32 MB or less
+  const int64_t slots = rows * s.tiles * s.kept, lists = rows * CAPACITY, counts = (rows * s.tiles + 1) / 2;
+  const Tensor workspace = torch::stable::new_empty(scores, {slots + lists + rows + counts}, ScalarType::Long);
+  s.entries = static_cast<uint2*>(workspace.data_ptr());
+  s.lists = s.entries + slots;
+  s.guesses = reinterpret_cast<Guess*>(s.lists + lists);
+  s.counts = reinterpret_cast<int*>(s.lists + lists + rows);
+  by_type(scores, [&](auto type) {
+    using T = decltype(type);
+    if (apart) launch_guess<T>(s, rows, stream);
+    launch_collect<T>(s, !apart, rows, stream);
+    launch_refine<T>(s, rows, stream);
+  });
+}
+
+void topk_threshold(const Tensor& threshold, const Tensor& scores, int64_t k, std::optional<Tensor> lengths) {
+  Stream s{};
+  s.row = arguments_of(scores, lengths, k);
+  check_threshold(threshold, scores);
+  if (scores.size(0) == 0) return;
+  s.aim = static_cast<float*>(threshold.data_ptr());
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  by_type(scores, [&](auto type) { launch_guess<decltype(type)>(s, scores.size(0), stream_of(scores)); });
+}
