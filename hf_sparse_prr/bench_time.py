@@ -57,11 +57,12 @@ class Captured:
     """A call of every layer, again and again, in one CUDA graph.
 
     results: of the calls, in order; a replay writes them anew.  layers: what the results' order repeats after.
+    steps: calls, at the least.
     """
 
-    def __init__(self, call: Call, layers: int, device: torch.device) -> None:
+    def __init__(self, call: Call, layers: int, device: torch.device, steps: int = _STEPS) -> None:
         self.layers, self._device = layers, device
-        self._steps = layers * -(-_STEPS // layers)
+        self._steps = layers * -(-steps // layers)
         with torch.cuda.device(device):
             main, side = torch.cuda.current_stream(), torch.cuda.Stream()
             side.wait_stream(main)
@@ -79,14 +80,16 @@ class Captured:
         self._graph.replay()
         torch.cuda.synchronize(self._device)
 
-    def us(self, replays: int) -> float:
-        """Microseconds a call: the median over `replays` replays, each timed by events around it."""
+    def us(self, replays: int, before: Callable[[], Any] = lambda: None) -> float:
+        """Microseconds a call: the median over `replays` replays, each timed by events around it. `before` each of them
+        something else may be queued."""
         taken = []
         with torch.cuda.device(self._device):
             for _ in range(_WARMUP):
                 self._graph.replay()
             for _ in range(replays):
                 first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                before()
                 first.record()
                 self._graph.replay()
                 last.record()

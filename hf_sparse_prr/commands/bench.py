@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -18,6 +16,20 @@ from hf_sparse_prr.bench_exact import ExactnessError
 from hf_sparse_prr.bench_indexed import SHAPES as INDEXED_SHAPES
 from hf_sparse_prr.bench_indexed import bench_indexed
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
+from hf_sparse_prr.bench_topk import CACHES, FULL, OVERLAPS, bench_topk, default_grid
+from hf_sparse_prr.bench_topk import check_arguments as check_topk
+from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES
+from hf_sparse_prr.commands import topk_tables
+from hf_sparse_prr.commands.arguments import (
+    check_device,
+    command_of,
+    dtype_of,
+    numbers_of,
+    rate_of,
+    shares_of,
+    tokens_of,
+    words_of,
+)
 from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.kernel_loader import KernelError, resolve
 from hf_sparse_prr.shapes import SHAPES
@@ -31,43 +43,6 @@ _NAMES = {"dense": "dense SDPA", "dense_grouped": "dense, heads grouped", "seria
 @bench.callback()
 def root() -> None:
     """Time decoding against stock, in one run."""
-
-
-def _dtype(name: str | None, device: str) -> torch.dtype:
-    name = name or ("float32" if device == "cpu" else "bfloat16")
-    if name not in ("float32", "bfloat16", "float16"):
-        raise CommandError(f"--dtype: expected float32, bfloat16 or float16, got {name!r}", EXIT_USAGE)
-    return getattr(torch, name)
-
-
-def _tokens(text: str) -> int:
-    """16384, 16K or 1M."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if found is None:
-        raise CommandError(f"--context: expected tokens like 16384, 16K or 1M, got {text!r}", EXIT_USAGE)
-    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
-
-
-def _rate(text: str) -> float | None:
-    """None for natural."""
-    if text == "natural":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        message = f"--hit-rate: expected a number from 0 to 1, or natural, got {text!r}"
-        raise CommandError(message, EXIT_USAGE) from error
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE) from error
-    if kind not in ("cpu", "cuda"):
-        raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE)
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise CommandError(f"--device: expected one that is there, got {device!r} without a CUDA GPU", EXIT_USAGE)
 
 
 @bench.command()
@@ -101,8 +76,8 @@ def layer(
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
-        _check_device(device)
-        number, tokens = _dtype(dtype, device), _tokens(context)
+        check_device(device)
+        number, tokens = dtype_of(dtype, device), tokens_of(context)
         if shape not in SHAPES and shape not in INDEXED_SHAPES:
             known = ", ".join([*SHAPES, *INDEXED_SHAPES])
             raise CommandError(f"--shape: expected one of {known}, got {shape!r}", EXIT_USAGE)
@@ -112,7 +87,7 @@ def layer(
             raise CommandError(message, EXIT_USAGE)
         if prefill is not None and not indexed:
             raise CommandError(f"--prefill: expected a shape with an indexer, got {shape!r}", EXIT_USAGE)
-        length = 0 if prefill is None else _tokens(prefill)
+        length = 0 if prefill is None else tokens_of(prefill)
         try:
             if indexed:
                 with Bar(notes) as bar:
@@ -209,9 +184,9 @@ def segment(
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
-        _check_device(device)
-        number, contexts = _dtype(dtype, device), [_tokens(text) for text in context or ["16K"]]
-        rates = None if hit_rate is None else [_rate(text) for text in hit_rate]
+        check_device(device)
+        number, contexts = dtype_of(dtype, device), [tokens_of(text) for text in context or ["16K"]]
+        rates = None if hit_rate is None else [rate_of(text) for text in hit_rate]
         size = int(block_size) if block_size.isdecimal() else block_size
         try:
             check_arguments(shape, contexts, selector, budget, size, correlation, rates)
@@ -229,10 +204,8 @@ def segment(
     options += [("selector", selector), ("budget", budget), ("block-size", block_size), ("batch", batch)]
     options += [("hit-rate", text) for text in hit_rate or ()]
     options += [("dtype", found["dtype"]), ("device", device), ("kernels", kernels), ("rounds", found["rounds"])]
-    options += [("layers", layers)] if layers else []
-    options += [("correlation", f"{correlation:g}")]
-    words = [word for name, value in options for word in (f"--{name}", str(value))]
-    found["command"] = shlex.join(["hf-sparse-prr", "bench", "segment", *words])
+    options += [("layers", layers), ("correlation", f"{correlation:g}")]
+    found["command"] = command_of("segment", options)
     if not as_json:
         _show(Console(), found)
     print(json.dumps(found))
@@ -303,3 +276,93 @@ def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
     for name, row in each["stages"].items():
         add(f"  {_label(name, row)}", row)
     return table
+
+
+_LIST = "repeatable, or with commas"
+
+
+@bench.command()
+def topk(
+    n: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Scores a row; {_LIST}.", show_default="8K,32K; on a GPU 8K,32K,128K,512K"),
+    ] = None,
+    k: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Winners; {_LIST}.", show_default="512,2048; on a GPU 64,512,1024,2048"),
+    ] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option(help=f"Rows a call; {_LIST}.", show_default="1,4; on a GPU 1,4,16,64,128")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every power of two from 4K to 1M as scores a row.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    scores: Annotated[str, typer.Option(help=f"{', '.join(SCORES)}.")] = "normal",
+    ragged: Annotated[bool, typer.Option("--ragged", help="Rows of random lengths, which are on the device.")] = False,
+    overlap: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Of the previous step's winners with the right ones, 0 to 1; {_LIST}.",
+            show_default=",".join(f"{each:g}" for each in OVERLAPS),
+        ),
+    ] = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Guesses: {', '.join(STRATEGIES)}; {_LIST}.", show_default="all that the kernels can"),
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(CACHES)}: where rows come from.", show_default="warm; on a GPU both"),
+    ] = None,
+    kernels: Annotated[str, typer.Option(help="auto, hub, reference, a repo id or the path of one.")] = "auto",
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Turns of each, on a GPU replays of its graph.", show_default="5, on a GPU 20"),
+    ] = None,
+    limit_time: Annotated[
+        float | None, typer.Option(min=0, help="Begin no cell after so many seconds.", show_default="none")
+    ] = None,
+    ablation: Annotated[bool, typer.Option("--ablation", help="One cell: what each kind of guess is worth.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
+) -> None:
+    """The exact top-k in every cell of a grid, by what is guessed before, beside torch.topk and torch.sort.
+
+    On a GPU every time is that of a CUDA graph. Exactness comes first: a call of which a row differs from a stable sort
+    is counted and not timed. The last line of stdout is the whole result as JSON.
+
+    Exit codes: 0 done, 1 a row is wrong (a bug), 2 wrong argument, 130 stopped.
+    """
+    notes = Console(stderr=True)
+    with one_line_errors(notes):
+        check_device(device)
+        number, on_gpu = dtype_of(dtype, device), device.startswith("cuda")
+        grid: list[Sequence[int]] = list(default_grid(device, ablation))
+        if full and (n or ablation):
+            raise CommandError(f"--full: expected no {'--n' if n else '--ablation'} with it, got both", EXIT_USAGE)
+        given = [FULL if full else numbers_of("--n", n), numbers_of("--k", k), numbers_of("--rows", rows)]
+        lengths, winners, batches = (new or default for new, default in zip(given, grid, strict=True))
+        if ablation and len(lengths) * len(winners) * len(batches) != 1:
+            sizes = f"{len(lengths)}, {len(winners)} and {len(batches)}"
+            raise CommandError(f"--ablation: expected one --n, --k and --rows, got {sizes}", EXIT_USAGE)
+        overlaps, names = shares_of("--overlap", overlap) or OVERLAPS, words_of(strategies) or None
+        cache = cache or ("both" if on_gpu else "warm")
+        try:
+            check_topk(lengths, winners, batches, device, scores, overlaps, cache, names, kernels)
+            with Bar(notes) as bar:
+                found = bench_topk(
+                    lengths, winners, batches, number, device, scores, ragged, overlaps, cache, names, kernels, rounds,
+                    limit_time, bar,
+                )  # fmt: skip
+        except (ValueError, KernelError) as error:
+            raise CommandError(error, EXIT_USAGE) from error
+        options = {
+            "n": lengths, "k": winners, "rows": batches, "dtype": dtype, "device": device, "scores": scores,
+            "overlap": [f"{each:g}" for each in overlaps], "strategies": names, "cache": cache, "kernels": kernels,
+            "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None, "ablation": ablation or None,
+        }  # fmt: skip
+        found["command"] = command_of("topk", list(options.items()))
+        if not as_json:
+            topk_tables.show(Console(), found, ablation)
+        print(json.dumps(found))
+        if found["wrong"]:
+            raise CommandError(f"expected the rows of a stable sort, got {found['wrong']} others", EXIT_DIFFERENT)

@@ -1,0 +1,75 @@
+"""What options of the benchmarks mean, and what they can't be: each refusal is one line and exit code 2."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import torch
+
+from hf_sparse_prr.commands.terminal import EXIT_USAGE, CommandError
+
+
+def dtype_of(name: str | None, device: str) -> torch.dtype:
+    name = name or ("float32" if device == "cpu" else "bfloat16")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise CommandError(f"--dtype: expected float32, bfloat16 or float16, got {name!r}", EXIT_USAGE)
+    return getattr(torch, name)
+
+
+def tokens_of(text: str, option: str = "--context", what: str = "tokens") -> int:
+    """16384, 16K or 1M."""
+    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if found is None:
+        raise CommandError(f"{option}: expected {what} like 16384, 16K or 1M, got {text!r}", EXIT_USAGE)
+    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
+
+
+def rate_of(text: str) -> float | None:
+    """None for natural."""
+    if text == "natural":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"--hit-rate: expected a number from 0 to 1, or natural, got {text!r}"
+        raise CommandError(message, EXIT_USAGE) from error
+
+
+def words_of(texts: list[str] | None) -> list[str]:
+    """Of an option that is repeated, or has commas."""
+    return [word for text in texts or () for word in text.split(",") if word]
+
+
+def numbers_of(option: str, texts: list[str] | None) -> list[int]:
+    return [tokens_of(word, option, "numbers") for word in words_of(texts)]
+
+
+def shares_of(option: str, texts: list[str] | None) -> list[float]:
+    try:
+        return [float(word) for word in words_of(texts)]
+    except ValueError as error:
+        message = f"{option}: expected numbers from 0 to 1, got {','.join(texts or ())!r}"
+        raise CommandError(message, EXIT_USAGE) from error
+
+
+def check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE) from error
+    if kind not in ("cpu", "cuda"):
+        raise CommandError(f"--device: expected cpu, cuda, cuda:1, .., got {device!r}", EXIT_USAGE)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise CommandError(f"--device: expected one that is there, got {device!r} without a CUDA GPU", EXIT_USAGE)
+
+
+def command_of(name: str, options: list[tuple[str, Any]]) -> str:
+    """The command line that runs `bench NAME` again. None is left out, True is a flag, a sequence has commas."""
+    words = ["hf-sparse-prr", "bench", name]
+    for key, value in options:
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += [f"--{key}"] if value is True else [f"--{key}", text]
+    return shlex.join(words)
