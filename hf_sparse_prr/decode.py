@@ -136,12 +136,13 @@ def _update(
     selection: Selection,
     kernels: ModuleType,
     ema: torch.Tensor,
+    threshold: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Remember what the token selected, and expect the next one's. Returns the importance of its blocks, None where
     nothing is predicted."""
     plan, prior, scores = layer.plan, layer.memory.prior, selection.scores
     if not plan.predicted_blocks:
-        layer.memory.advance(token.column, Prior(selection.free))
+        layer.memory.advance(token.column, Prior(selection.free, threshold=threshold))
         return None
     if prior is None:
         state = (torch.full_like(scores, float("nan")), torch.zeros_like(scores))
@@ -150,7 +151,7 @@ def _update(
     level, trend, hopes, importance = kernels.ema_step(scores, *state, ema, plan.sink_blocks, token.next_last)
     slots = min(plan.predicted_blocks, scores.shape[2])
     expected = Expected(*kernels.select_blocks(hopes, token.next_forced, slots))
-    layer.memory.advance(token.column, Prior(selection.free, level, trend, expected))
+    layer.memory.advance(token.column, Prior(selection.free, level, trend, expected, threshold))
     return importance
 
 
@@ -182,6 +183,9 @@ class BlockAttention:
         if hint is None and rope is not None:
             hint = rope.expand(-1, self.heads, -1)
         return select(self.layer, self.query, self.token, self.kernels, self.scale, hint)
+
+    def threshold_after(self, selection: Selection) -> None:
+        """Rows of blocks are short: their top-k reads them whole, and starts from nothing."""
 
     def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: Any) -> torch.Tensor:
         return self.kernels.repair_merge(*self._data, attended, self.token.end, early, speculative, **self._how)
@@ -222,7 +226,8 @@ def decode_step(
         attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
     with overlap.beside():
-        importance = _update(layer, token, selection, kernels, ema)
+        threshold = attention.threshold_after(selection) if plan.hint != "none" else None
+        importance = _update(layer, token, selection, kernels, ema, threshold)
         numbers = _count(statistics, layer_idx, layer, selection)
         kernels.tally(
             numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, attention.end

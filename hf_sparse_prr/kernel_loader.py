@@ -31,6 +31,7 @@ OPS = (
     "gather_tokens",
     "gvr_topk",
     "index_scores",
+    "index_topk",
     "infllm_scores",
     "latent_attention",
     "merge_partials",

@@ -47,6 +47,7 @@ def select_tokens(
     kernels: ModuleType,
     mask: torch.Tensor | None = None,
     hint: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The columns that the query tokens in `begin` .. attend to, int32 [B, Q, K], ascending, -1 padded, and their
     scores, fp32 [B, Q, T]. Of tied scores the first columns win.
@@ -57,6 +58,7 @@ def select_tokens(
     batch, count = index.query.shape[:2]
     columns = begin + count
     own = torch.arange(begin + 1, columns + 1, device=valid.device)[None]
+    hints = None if hint is None else hint.flatten(0, 1)
     if mask is not None:  # it says all that there is to say
         own, valid = torch.full_like(own, columns), torch.ones_like(valid)
     if columns <= topk:  # everything is selected: as if all scores were equal
@@ -64,14 +66,15 @@ def select_tokens(
         scores = torch.zeros((batch, count, columns), device=valid.device).masked_fill_(~seen, float("nan"))
     else:
         assert layer.index_keys is not None
-        keys = layer.index_keys[:, :columns]
-        scores = kernels.index_scores(*index[:2], keys, valid[:, :columns], own, scale=index.scale)
+        held = (*index[:2], layer.index_keys[:, :columns], valid[:, :columns], own)
+        if mask is None:
+            return kernels.index_topk(*held, topk, scale=index.scale, hint=hints, threshold=threshold)
+        scores = kernels.index_scores(*held, scale=index.scale)
     if mask is not None:
         mask = mask[:, :, :columns]
         hides = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
         biased = scores if mask.dtype == torch.bool else scores + mask
         scores = biased.masked_fill(hides, float("nan"))
-    hints = None if hint is None else hint.flatten(0, 1)
     chosen = kernels.gvr_topk(scores.flatten(0, 1), min(topk, columns), hint=hints)
     return chosen.view(batch, count, -1), scores
 
@@ -101,13 +104,19 @@ class LatentAttention:
         """A row that fits attends to all its tokens, and counts as one that selects nothing."""
         token, topk = self.token, self.layer.plan.blocks
         hint = predicted if previous is None else previous + (previous >= 0).int()  # as far back as they were
+        prior = self.layer.memory.prior
+        threshold = None if hint is None or prior is None else prior.threshold
         attended, scores = select_tokens(
-            self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint
+            self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint, threshold=threshold
         )
         self.attended = attended
         selects = token.selects[:, None, None]
         chosen = torch.where(selects, attended, -1)
         return Selection(chosen, chosen, scores.masked_fill(~selects, float("nan")))
+
+    def threshold_after(self, selection: Selection) -> torch.Tensor:
+        """What the next token's top-k starts from."""
+        return self.kernels.topk_threshold(selection.scores[:, 0], self.layer.plan.blocks)
 
     def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: torch.Tensor | None) -> torch.Tensor:
         """fp32 [B, 1, H, C]."""

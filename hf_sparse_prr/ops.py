@@ -35,8 +35,8 @@ def gvr_topk(
         hint: [R, M] integers of any content; changes the speed, never the result.
         lengths: [R] integers, clamped to [0, N]; entries at or past them are never candidates.
         return_stats: return (indices, TopKStats) instead.
-        threshold: fp32 [R], a score that somewhat more than k entries are expected to reach; as the hint, and before
-            it.
+        threshold: fp32 [R] or [R, 2], a score that somewhat more than k entries are expected to reach, and one that few
+            do; as the hint, and before it.
 
     Returns:
         int32 [R, k], unused slots -1 and last. At the k-th value the smallest index wins. The result is a function of

@@ -195,8 +195,6 @@ class PatchHandle:
             notes.append("speculate='auto': off, there is no profile for this model and device")
         if self.indexer is not None and (idle := without_effect(self.config)):
             notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
-        if self.indexer is not None and self.kernels.backend in ("triton", "cuda"):
-            notes.append("index scores and latent attention run as plain torch; top-k, EMA and counters on kernels")
         if self.config.semantics == "superset":
             predicts = any(plan.predicted_blocks for plan in self.plans)
             what = "predicted blocks are attended to as well, outputs differ from serial"

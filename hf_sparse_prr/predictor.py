@@ -20,17 +20,20 @@ class Expected(NamedTuple):
 class Prior(NamedTuple):
     """State before a decode token. level, trend: fp32 [B, H, N], NaN level where a block was never scored; None while
     nothing is predicted. winners: int32 [B, H, K], the blocks the last token selected by score, -1 padded.
-    expected: what the token before this one expected it to attend to, None where there was none."""
+    expected: what the token before this one expected it to attend to, None where there was none.  threshold: fp32
+    [B, 2], where the top-k of the next scores starts from, None where it needs none."""
 
     winners: torch.Tensor
     level: torch.Tensor | None = None
     trend: torch.Tensor | None = None
     expected: "Expected | None" = None
+    threshold: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Prior":
-        level, trend = (None if tensor is None else change(tensor) for tensor in (self.level, self.trend))
+        held = (self.level, self.trend, self.threshold)
+        level, trend, threshold = (None if tensor is None else change(tensor) for tensor in held)
         expected = None if self.expected is None else Expected(*map(change, self.expected))
-        return Prior(change(self.winners), level, trend, expected)
+        return Prior(change(self.winners), level, trend, expected, threshold)
 
     def ema_state(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(level, trend) over `blocks` blocks; those that are new to them have never been scored."""

@@ -239,7 +239,7 @@ def topk_threshold(kernels: str, scores: Tensor, k: int, lengths: Tensor | None 
     return _KERNELS[kernels].topk_threshold(scores, k, lengths=lengths)
 
 
-topk_threshold.register_fake(lambda kernels, scores, k, *_: scores.new_empty(scores.shape[0], dtype=torch.float32))
+topk_threshold.register_fake(lambda kernels, scores, k, *_: scores.new_empty((scores.shape[0], 2), dtype=torch.float32))
 
 
 @custom_op("hf_sparse_prr::select_blocks", mutates_args=())

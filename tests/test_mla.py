@@ -192,13 +192,6 @@ def test_settings_without_effect_are_named(model):
         assert "they have no effect: budget=None, group='max'" in str(handle.report())
 
 
-def test_the_report_says_what_has_no_kernel_yet(model, monkeypatch):
-    with patch_model(model) as handle:
-        assert "plain torch" not in str(handle.report())
-        monkeypatch.setattr(handle, "kernels", handle.kernels._replace(backend="triton"))
-        assert "index scores and latent attention run as plain torch" in str(handle.report())
-
-
 def test_modules_keep_what_a_module_has(model):
     """Nothing of torch.nn.Module is hidden by the class that takes over."""
     names = [name for name, _ in model.named_parameters()]

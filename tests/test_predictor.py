@@ -53,6 +53,12 @@ def test_crop_of_nothing_changes_nothing():
     assert memory.prior.level[0, 0, 0] == 11
 
 
+def test_a_threshold_moves_with_its_row():
+    held = prior(1)._replace(threshold=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert held.map(lambda tensor: tensor[[1]]).threshold.tolist() == [[3.0, 4.0]]
+    assert prior(1).map(lambda tensor: tensor[[1]]).threshold is None
+
+
 def test_rows_move_in_the_prior_and_in_what_a_crop_restores():
     memory = Memory()
     memory.open(10)

@@ -51,6 +51,30 @@ def decode_step(ops, dtype, group, dim, size):
         ops.gvr_topk(step.expected.flatten(0, 1), 3)
 
 
+def long_rows(ops):
+    """Each way to the top-k of a long row, with and without a guess; also one that leaves nothing, and ties."""
+    for rows in (1, 3, 140):
+        for scores in (torch.randn(rows, 9001), torch.zeros(rows, 9001)):
+            threshold = ops.topk_threshold(scores, 600)
+            for guess in (None, threshold, threshold[:, 0], torch.full((rows,), float("nan"))):
+                ops.gvr_topk(scores, 600, threshold=guess, lengths=torch.full((rows,), 8990))
+
+
+def indexer_step(ops, dtype):
+    """Tokens selected by an indexer and attended to, one query and several."""
+    batch, columns, channels = 2, 3001, 80
+    keys, valid = torch.randn(batch, columns, 32, dtype=dtype), torch.rand(batch, columns) > 0.1
+    latents, ropes = torch.randn(batch, columns, channels, dtype=dtype), torch.randn(batch, columns, 16, dtype=dtype)
+    for queries in (1, 18):
+        query, weights = torch.randn(batch, queries, 5, 32, dtype=dtype), torch.rand(batch, queries, 5)
+        end = torch.arange(columns - queries + 1, columns + 1)[None]
+        guess = torch.full((batch * queries, 2), 0.1)
+        for threshold in (None, guess, guess * float("nan")):
+            tokens, _ = ops.index_topk(query, weights, keys, valid, end, 200, scale=0.2, threshold=threshold)
+        asked = torch.randn(batch, queries, 3, channels + 16, dtype=dtype)
+        ops.latent_attention(asked, latents, ropes, tokens, tokens[:, :, :0], None, scale=0.1)
+
+
 def main():
     torch.set_default_device("cuda")
     ops = kernels.get_local_kernel(FOLDER)
@@ -63,6 +87,9 @@ def main():
         scores = torch.randn(2, 3, columns)
         forced = torch.arange(0, columns, columns // slots, dtype=torch.int32)[:slots].expand(2, 3, -1).contiguous()
         ops.select_blocks(scores.scatter(2, forced.long(), float("nan")), forced, k)
+    long_rows(ops)
+    for dtype in (torch.bfloat16, torch.float32):
+        indexer_step(ops, dtype)
     torch.cuda.synchronize()
     print("every kernel ran:", ops.backend)
 

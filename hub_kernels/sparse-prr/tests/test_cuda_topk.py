@@ -223,3 +223,47 @@ def test_refused_tensors(cuda):
         cuda.gvr_topk(scores.double(), 1)
     with pytest.raises(RuntimeError, match="forced: expected int32"):
         cuda.select_blocks(scores[None], torch.zeros(1, 1, 3, dtype=torch.int64, device="cuda"), 1)
+
+
+@pytest.mark.parametrize("columns", [8193, 16_385, 131_072, 131_075, 300_001, 1_100_001])
+@pytest.mark.parametrize("way", [1, 2, 3], ids=["tiles", "guessed", "stream"])
+def test_every_way_finds_what_the_reference_does(cuda, reference, way, columns):
+    scores = table(ROWS, columns)
+    lengths = torch.tensor([columns, columns - 7, 5000, 2500, 0] * 4, device="cuda")[: len(scores)]
+    for k in (1, 64, 2048, 4096):
+        expected = reference.gvr_topk(scores, k, lengths=lengths)
+        sampled = cuda.topk_threshold(scores, k, lengths=lengths)
+        guesses = [None, sampled, sampled[:, 0], sampled * 3 + 1, sampled * 0 - 1, torch.full_like(sampled, NAN)]
+        for threshold in guesses:
+            found = cuda.gvr_topk(scores, k, lengths=lengths, threshold=threshold, way=way)
+            assert torch.equal(found, expected), (k, threshold)
+        if way == cuda.GUESSED:
+            hint = torch.randint(-5, columns + 5, (len(scores), k), device="cuda")
+            for each in (expected, hint):
+                assert torch.equal(cuda.gvr_topk(scores, k, lengths=lengths, hint=each, way=way), expected), k
+
+
+def test_a_good_threshold_takes_the_fast_path(cuda):
+    for columns in (9000, 131_072):
+        scores = table(["normal"] * 4, columns)
+        for way in (1, 2, 3):
+            for threshold in (None, cuda.topk_threshold(scores, 512)):
+                _, stats = cuda.gvr_topk(scores, 512, threshold=threshold, return_stats=True, way=way)
+                assert not stats.fallback.any() and (stats.passes == 1).all() and (stats.candidates < 8192).all()
+
+
+def test_ways_replay_over_new_scores_lengths_and_thresholds(cuda, reference):
+    scores, lengths = table(["normal"] * 3, 50_000), torch.tensor([50_000, 4_000, 9], device="cuda")
+    threshold = cuda.topk_threshold(scores, 2048)
+    for way in (1, 2, 3):
+        cuda.gvr_topk(scores, 2048, lengths=lengths, threshold=threshold, way=way)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = cuda.gvr_topk(scores, 2048, lengths=lengths, threshold=threshold, way=way)
+        for seed in range(4):
+            scores.copy_(table(["normal", "four-values", "any-bits"], 50_000, seed=seed))
+            lengths.copy_(torch.tensor([1 + 12_000 * seed, 50_000, 3 * seed], device="cuda"))
+            threshold.copy_(threshold * (1 + seed % 2))
+            found.fill_(GARBAGE)
+            graph.replay()
+            assert torch.equal(found, reference.gvr_topk(scores, 2048, lengths=lengths))

@@ -16,18 +16,26 @@ constexpr int CAPACITY = 8192;  // candidates that a block refines on chip
 struct Guess {
   uint32_t key;  // what is at or above it is a candidate; 1: every entry is
   int shift;     // slots of 2^shift keys above it reach beyond most candidates; 32: not known
+  uint32_t top;  // of the sample
 };
+
+// The key that a threshold from elsewhere stands for. NaN is above everything.
+__device__ inline uint32_t at_least(float threshold) {
+  return threshold == -INFINITY ? 1u : threshold == threshold ? key_of(threshold) : ALL;
+}
 
 // The lowest score that is a candidate. NaN is none.
 __device__ inline float lowest(Guess guess) { return guess.key == 1 ? -INFINITY : score_of(guess.key); }
 
 struct Stream {
   Arguments row;           // selected and forced are null; batch_stride is 0
-  const float* threshold;  // [rows], or null
+  const float* threshold;  // [rows, 1 or 2], or null
+  int64_t threshold_stride;
+  bool reaches;  // the second number says how far up its candidates lie
   const int64_t* hint;     // [rows, M], or null
   int64_t hint_stride;
   int M;
-  float* aim;         // [rows], or null: the threshold as a score; of `guess`
+  float* aim;         // [rows, 2], or null: the threshold as a score, and the best of the sample
   Guess* guesses;  // [rows]
   int tile, tiles, kept;
   int* counts;     // [rows, tiles]: a tile's candidates, also those that `entries` has no room for
@@ -95,7 +103,7 @@ __device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>
   int need = max(static_cast<int>(target_of(k, spacing) / spacing), 1);
   uint32_t low, high;
   bound<THREADS>(sample, need, shared, low, high);
-  if (high == 0) return {1, 32};
+  if (high == 0) return {1, 32, 0};
   const uint32_t top = high;
   for (const int enough = max(need / 8, 1);;) {
     const int shift = shift_of(low, high);
@@ -106,8 +114,8 @@ __device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>
     need -= shared.before;
     __syncthreads();
     if (threadIdx.x == 0) shared.inside = 0;
-    if (inside == 0) return {1, 32};
-    if (inside <= enough || low == high) return {low, shift_beyond(low, top, k, spacing)};
+    if (inside == 0) return {1, 32, top};
+    if (inside <= enough || low == high) return {low, shift_beyond(low, top, k, spacing), top};
   }
 }
 
@@ -126,7 +134,7 @@ __device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THRE
   const float spacing = static_cast<float>(N) / Row::SIZE, left = spacing * total_of<THREADS>(own, shared);
   top = __reduce_max_sync(ALL, threadIdx.x % 32 < THREADS / 32 ? shared.high[threadIdx.x % 32] : 0u);
   const bool good = left >= k + sqrtf(k * spacing) && left <= 0.85f * CAPACITY;
-  return {good ? given : 0u, shift_beyond(given, top, k, spacing)};
+  return {good ? given : 0u, shift_beyond(given, top, k, spacing), top};
 }
 
 // The guess for a row by a block of THREADS that samples ITEMS entries a thread, half of them to verify what is known.
@@ -181,10 +189,13 @@ __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   };
   const Guess found = guess<T, THREADS, ITEMS>(
       row, s.row.k, s.row.N, limit, s.threshold || s.hint,
-      [&] { return s.threshold ? key_of(s.threshold[r]) : mean_of_hint(); }, shared);
+      [&] { return s.threshold ? key_of(s.threshold[r * s.threshold_stride]) : mean_of_hint(); }, shared);
   if (threadIdx.x != 0) return;
   if (s.guesses) s.guesses[r] = found;
-  if (s.aim) s.aim[r] = lowest(found);
+  if (s.aim) {
+    s.aim[2 * r] = lowest(found);
+    s.aim[2 * r + 1] = score_of(found.top);
+  }
 }
 
 }  // namespace sparse_prr

@@ -1,11 +1,11 @@
-// The ops of `stream.cuh` and `guess.cuh`: long rows, each read once.
+// The ops of long rows, each read once: `guess.cuh`, `stream.cuh`, `tiles.cuh`.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <mutex>
 
 #include "host.h"
-#include "stream.cuh"
+#include "tiles.cuh"
 
 using namespace sparse_prr;
 
@@ -73,10 +73,33 @@ int tile_of(int64_t rows, int64_t N) {
   return static_cast<int>(std::min((share + step - 1) / step * step, int64_t{rows > FEW_ROWS ? 4096 : 8192}));
 }
 
-void check_threshold(const Tensor& threshold, const Tensor& scores) {
-  STD_TORCH_CHECK(threshold.dim() == 1 && threshold.numel() == scores.size(0), "threshold: expected [", scores.size(0),
-                  "]");
-  check_output(threshold, ScalarType::Float, scores, "threshold");
+Stream stream_of(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
+                 const std::optional<Tensor>& lengths) {
+  Stream s{};
+  s.row = arguments_of(scores, lengths, indices.dim() == 2 ? indices.size(1) : -1);
+  const int64_t rows = scores.size(0);
+  check_output(indices, ScalarType::Int, scores, "indices");
+  check_output(candidates, ScalarType::Int, scores, "candidates");
+  check_output(fallback, ScalarType::Bool, scores, "fallback");
+  STD_TORCH_CHECK(indices.size(0) == rows && candidates.numel() == rows && fallback.numel() == rows,
+                  "outputs: expected [", rows, ", k], [", rows, "] and [", rows, "]");
+  STD_TORCH_CHECK(s.row.k >= 1 && s.row.k <= CAPACITY, "k: expected 1 to ", CAPACITY, ", got ", s.row.k);
+  s.row.free = static_cast<int*>(indices.data_ptr());
+  s.row.candidates = static_cast<int*>(candidates.data_ptr());
+  s.fallback = static_cast<bool*>(fallback.data_ptr());
+  return s;
+}
+
+void take_threshold(Stream& s, const Tensor& threshold, const Tensor& scores) {
+  const int64_t width = threshold.dim() == 2 ? threshold.size(1) : 1;
+  STD_TORCH_CHECK((threshold.dim() == 1 || threshold.dim() == 2) && threshold.size(0) == scores.size(0) &&
+                      (width == 1 || (width == 2 && threshold.stride(1) == 1)) &&
+                      threshold.scalar_type() == ScalarType::Float,
+                  "threshold: expected float32 [", scores.size(0), "] or [", scores.size(0), ", 2]");
+  check_beside(threshold, scores, "threshold");
+  s.threshold = static_cast<const float*>(threshold.data_ptr());
+  s.threshold_stride = threshold.stride(0);
+  s.reaches = width == 2;
 }
 
 }  // namespace
@@ -84,27 +107,14 @@ void check_threshold(const Tensor& threshold, const Tensor& scores) {
 void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
                  std::optional<Tensor> lengths, std::optional<Tensor> threshold, std::optional<Tensor> hint,
                  int64_t way) {
-  Stream s{};
-  s.row = arguments_of(scores, lengths, indices.dim() == 2 ? indices.size(1) : -1);
   const int64_t rows = scores.size(0), N = scores.size(1);
+  Stream s = stream_of(indices, candidates, fallback, scores, lengths);
   const bool tiled = way != 3, apart = way == 2 || N > LONGEST_SAMPLED;
-  check_output(indices, ScalarType::Int, scores, "indices");
-  check_output(candidates, ScalarType::Int, scores, "candidates");
-  check_output(fallback, ScalarType::Bool, scores, "fallback");
-  STD_TORCH_CHECK(indices.size(0) == rows && candidates.numel() == rows && fallback.numel() == rows,
-                  "outputs: expected [", rows, ", k], [", rows, "] and [", rows, "]");
-  STD_TORCH_CHECK(way >= 1 && way <= 3 && s.row.k >= 1 && s.row.k <= CAPACITY, "expected a way of 1 to 3 and k of 1 to ",
-                  CAPACITY, ", got ", way, " and ", s.row.k);
+  STD_TORCH_CHECK(way >= 1 && way <= 3, "way: expected 1 to 3, got ", way);
   STD_TORCH_CHECK(!tiled || (rows <= 65535 && N <= int64_t{4096} * MAX_TILES), "too many rows or entries: ", rows, " x ",
                   N);
   if (rows == 0) return;
-  s.row.free = static_cast<int*>(indices.data_ptr());
-  s.row.candidates = static_cast<int*>(candidates.data_ptr());
-  s.fallback = static_cast<bool*>(fallback.data_ptr());
-  if (threshold) {
-    check_threshold(*threshold, scores);
-    s.threshold = static_cast<const float*>(threshold->data_ptr());
-  }
+  if (threshold) take_threshold(s, *threshold, scores);
   if (hint) {
     STD_TORCH_CHECK(apart && hint->dim() == 2 && hint->size(0) == rows && hint->scalar_type() == ScalarType::Long &&
                         (hint->size(1) <= 1 || hint->stride(1) == 1),
@@ -124,11 +134,12 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
   s.tiles = static_cast<int>((N + s.tile - 1) / s.tile);
   s.kept = rows > FEW_ROWS || rows * N > 4 << 20 ? std::min(s.tile, 512) : s.tile;  // all of it while that is 32 MB or less
   const int64_t slots = rows * s.tiles * s.kept, lists = rows * CAPACITY, counts = (rows * s.tiles + 1) / 2;
-  const Tensor workspace = torch::stable::new_empty(scores, {slots + lists + rows + counts}, ScalarType::Long);
+  const Tensor workspace = torch::stable::new_empty(scores, {slots + lists + 2 * rows + counts}, ScalarType::Long);
   s.entries = static_cast<uint2*>(workspace.data_ptr());
   s.lists = s.entries + slots;
+  static_assert(sizeof(Guess) <= 2 * sizeof(uint2));
   s.guesses = reinterpret_cast<Guess*>(s.lists + lists);
-  s.counts = reinterpret_cast<int*>(s.lists + lists + rows);
+  s.counts = reinterpret_cast<int*>(s.lists + lists + 2 * rows);
   by_type(scores, [&](auto type) {
     using T = decltype(type);
     if (apart) launch_guess<T>(s, rows, stream);
@@ -137,10 +148,35 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
   });
 }
 
+void topk_candidates(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
+                     std::optional<Tensor> lengths, const Tensor& threshold, const Tensor& counts,
+                     const Tensor& entries) {
+  const int64_t rows = scores.size(0), N = scores.size(1), tiles = counts.dim() == 2 ? counts.size(1) : -1;
+  Stream s = stream_of(indices, candidates, fallback, scores, lengths);
+  take_threshold(s, threshold, scores);
+  check_output(counts, ScalarType::Int, scores, "counts");
+  check_output(entries, ScalarType::Int, scores, "entries");
+  STD_TORCH_CHECK(counts.size(0) == rows && tiles >= 1 && tiles <= MAX_TILES && entries.dim() == 4 &&
+                      entries.size(0) == rows && entries.size(1) == tiles && entries.size(2) * tiles >= N &&
+                      entries.size(3) == 2,
+                  "counts and entries: expected [", rows, ", tiles] and [", rows, ", tiles, tile, 2] of up to ", MAX_TILES,
+                  " tiles that hold the row");
+  if (rows == 0) return;
+  s.counts = static_cast<int*>(counts.data_ptr());
+  s.entries = static_cast<uint2*>(entries.data_ptr());
+  s.tiles = static_cast<int>(tiles);
+  s.tile = s.kept = static_cast<int>(entries.size(2));
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  const Tensor lists = torch::stable::new_empty(scores, {rows * CAPACITY}, ScalarType::Long);
+  s.lists = static_cast<uint2*>(lists.data_ptr());
+  by_type(scores, [&](auto type) { launch_refine<decltype(type)>(s, rows, stream_of(scores)); });
+}
+
 void topk_threshold(const Tensor& threshold, const Tensor& scores, int64_t k, std::optional<Tensor> lengths) {
   Stream s{};
   s.row = arguments_of(scores, lengths, k);
-  check_threshold(threshold, scores);
+  check_output(threshold, ScalarType::Float, scores, "threshold");
+  STD_TORCH_CHECK(threshold.numel() == 2 * scores.size(0), "threshold: expected [", scores.size(0), ", 2]");
   if (scores.size(0) == 0) return;
   s.aim = static_cast<float*>(threshold.data_ptr());
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());

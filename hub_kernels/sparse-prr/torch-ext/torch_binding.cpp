@@ -8,6 +8,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "topk_stream(Tensor! indices, Tensor! candidates, Tensor! fallback, Tensor scores, Tensor? lengths, "
       "Tensor? threshold, Tensor? hint, int way) -> ()");
+  ops.def(
+      "topk_candidates(Tensor! indices, Tensor! candidates, Tensor! fallback, Tensor scores, Tensor? lengths, "
+      "Tensor threshold, Tensor counts, Tensor entries) -> ()");
   ops.def("topk_threshold(Tensor! threshold, Tensor scores, int k, Tensor? lengths) -> ()");
   ops.def("select_blocks(Tensor! selected, Tensor! free, Tensor scores, Tensor forced) -> ()");
 }
@@ -16,6 +19,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gvr_topk", TORCH_BOX(&gvr_topk));
   ops.impl("topk_stream", TORCH_BOX(&topk_stream));
+  ops.impl("topk_candidates", TORCH_BOX(&topk_candidates));
   ops.impl("topk_threshold", TORCH_BOX(&topk_threshold));
   ops.impl("select_blocks", TORCH_BOX(&select_blocks));
 }

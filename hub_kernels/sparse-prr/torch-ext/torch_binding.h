@@ -12,6 +12,12 @@ void topk_stream(const torch::stable::Tensor& indices, const torch::stable::Tens
                  const torch::stable::Tensor& fallback, const torch::stable::Tensor& scores,
                  std::optional<torch::stable::Tensor> lengths, std::optional<torch::stable::Tensor> threshold,
                  std::optional<torch::stable::Tensor> hint, int64_t way);
+// counts, entries: what a scorer left of the scores at or above the threshold: how many in each tile, and keys and indices,
+// in index order.
+void topk_candidates(const torch::stable::Tensor& indices, const torch::stable::Tensor& candidates,
+                     const torch::stable::Tensor& fallback, const torch::stable::Tensor& scores,
+                     std::optional<torch::stable::Tensor> lengths, const torch::stable::Tensor& threshold,
+                     const torch::stable::Tensor& counts, const torch::stable::Tensor& entries);
 void topk_threshold(const torch::stable::Tensor& threshold, const torch::stable::Tensor& scores, int64_t k,
                     std::optional<torch::stable::Tensor> lengths);
 void select_blocks(const torch::stable::Tensor& selected, const torch::stable::Tensor& free,

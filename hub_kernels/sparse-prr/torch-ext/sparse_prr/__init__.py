@@ -23,8 +23,6 @@ from .reference import (
     ema_predict,
     ema_update,
     gather_tokens,
-    index_scores,
-    latent_attention,
     normalise,
     slots_of,
 )
@@ -34,7 +32,10 @@ block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
 ema_step = dispatch.by_device(reference.ema_step)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
+index_scores = dispatch.by_device(reference.index_scores)
+index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
+latent_attention = dispatch.by_device(reference.latent_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
 repair_merge = dispatch.by_device(reference.repair_merge)
@@ -60,6 +61,7 @@ __all__ = [
     "gather_tokens",
     "gvr_topk",
     "index_scores",
+    "index_topk",
     "infllm_scores",
     "latent_attention",
     "merge_partials",

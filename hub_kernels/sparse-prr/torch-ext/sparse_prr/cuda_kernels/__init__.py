@@ -8,6 +8,7 @@ from pathlib import Path
 
 AVAILABLE = any(Path(__file__).parents[1].glob("*.abi3.so"))
 if AVAILABLE:
+    from .index import index_topk
     from .topk import gvr_topk, select_blocks, topk_threshold
 
-    __all__ = ["AVAILABLE", "gvr_topk", "select_blocks", "topk_threshold"]
+    __all__ = ["AVAILABLE", "gvr_topk", "index_topk", "select_blocks", "topk_threshold"]

@@ -15,7 +15,7 @@ from ..triton_kernels.tuned import config
 
 ROW, TILES, GUESSED, STREAM = range(4)
 _PASSES = 4  # of ROW: bound, histogram, count, write; members and up to two more histograms where scores crowd
-_MOST = 4096  # winners, of at most 8192 candidates that are refined on chip
+MOST = 4096  # winners, of at most 8192 candidates that are refined on chip
 _LONGEST = 4096 * 1024  # entries of a row in tiles
 
 
@@ -23,7 +23,7 @@ def way_of(scores: torch.Tensor, k: int, *, guessed: bool) -> int:
     """The fastest way. guessed: a threshold is known."""
     rows, columns = scores.shape
     limits = config("ways", scores)
-    if not 0 < k <= _MOST or columns <= limits["ROW_GUESSED" if guessed else "ROW"] or columns > _LONGEST:
+    if not 0 < k <= MOST or columns <= limits["ROW_GUESSED" if guessed else "ROW"] or columns > _LONGEST:
         return ROW
     if rows <= limits["TILES"]:
         return TILES
@@ -61,7 +61,6 @@ def gvr_topk(
         ops.gvr_topk(indices, candidates, scores, lengths)
     else:
         hint = hint.long().contiguous() if hint is not None and way == GUESSED else None
-        threshold = None if threshold is None else threshold.contiguous()
         ops.topk_stream(indices, candidates, fallback, scores, lengths, threshold, hint, way)
     if not return_stats:
         return indices
@@ -74,7 +73,7 @@ def gvr_topk(
 def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, within the width of a bin; a block a row."""
     check_topk_arguments(scores, k, None, lengths)
-    threshold = torch.empty(scores.shape[0], dtype=torch.float32, device=scores.device)
+    threshold = torch.empty((scores.shape[0], 2), dtype=torch.float32, device=scores.device)
     if lengths is not None and lengths.dtype not in (torch.int32, torch.int64):
         lengths = lengths.int()
     ops.topk_threshold(threshold, _with_unit_stride(scores), k, lengths)

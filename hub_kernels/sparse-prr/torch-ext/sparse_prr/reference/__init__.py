@@ -3,7 +3,7 @@
 from .append import append_states
 from .attend import Partials, block_partials
 from .compress import compress_keys
-from .index import index_scores
+from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
@@ -30,6 +30,7 @@ __all__ = [
     "gather_tokens",
     "gvr_topk",
     "index_scores",
+    "index_topk",
     "infllm_scores",
     "latent_attention",
     "merge_partials",

@@ -73,21 +73,22 @@ def guess(keys: torch.Tensor, hint: torch.Tensor | None) -> Guess:
 
 
 def sampled_threshold(keys: torch.Tensor, k: int, size: int = 2048) -> torch.Tensor:
-    """fp32 [R]: the order statistic of a sample of each row that aims somewhat beyond the k-th key. -inf where every
-    entry is a candidate anyway, or the sample has too few."""
+    """fp32 [R, 2]: the order statistic of a sample of each row that aims somewhat beyond the k-th key, and its first.
+    -inf where every entry is a candidate anyway, or the sample has too few."""
     rows, columns = keys.shape
-    everything = torch.full((rows,), float("-inf"), device=keys.device)
+    everything = torch.full((rows, 2), float("-inf"), device=keys.device)
     if columns <= max(size, buffer_size(k)):
         return everything
     spacing = columns / size
-    root = 2 * spacing**0.5 + (4 * spacing + k) ** 0.5  # four standard deviations above k
-    need = max(int(root * root / spacing), 1)
+    half = 1.75 * spacing**0.5  # 3.5 standard deviations above k
+    need = max(int((half + (half * half + k) ** 0.5) ** 2 / spacing), 1)
     if need > size:
         return everything
     number = torch.arange(size, device=keys.device)
-    where = (number // 2 * columns // (size // 2)) // 2 * 2 + number % 2
-    sampled = keys[:, where.clamp(max=columns - 1)].sort(dim=1, descending=True).values[:, need - 1]
-    return torch.where(sampled == INVALID, everything, key_scores(sampled))
+    where = (number // 4 * columns // (size // 4)) // 4 * 4 + number % 4
+    best = keys[:, where.clamp(max=columns - 1)].sort(dim=1, descending=True).values
+    chosen = torch.stack([best[:, need - 1], best[:, 0]], dim=1)
+    return torch.where(chosen == INVALID, everything, key_scores(chosen))
 
 
 def _secant(seen: Guess, first: torch.Tensor, count: torch.Tensor, k: int, hints: int) -> torch.Tensor:

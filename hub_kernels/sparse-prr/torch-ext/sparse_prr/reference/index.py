@@ -2,6 +2,8 @@
 
 import torch
 
+from .topk import gvr_topk
+
 _HELD = 2**22  # logits that are held at a time, 32 MB
 
 
@@ -38,3 +40,30 @@ def index_scores(
         scores[:, :, begin : begin + step] = logits.mul_(wide).sum(dim=2)
     scored = valid[:, None] & (torch.arange(columns, device=keys.device) < end[:, :, None])
     return scores.masked_fill_(~scored, float("nan"))
+
+
+def index_topk(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    end: torch.Tensor,
+    k: int,
+    *,
+    scale: float,
+    hint: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`index_scores` and `gvr_topk` over them in one: the k columns that score best for each query, and all scores.
+
+    Args:
+        as of `index_scores`.
+        hint: integer [B * Q, M].  threshold: fp32 [B * Q, 2], what the last query's scores left (`topk_threshold`). As
+            in `gvr_topk`: they may change the speed, never the result.
+
+    Returns:
+        int32 [B, Q, k], ascending, -1 in unused slots, which come last; fp32 [B, Q, T].
+    """
+    scores = index_scores(query, weights, keys, valid, end, scale=scale)
+    chosen = gvr_topk(scores.flatten(0, 1), k, hint=hint, threshold=threshold)
+    return chosen.view(*scores.shape[:2], k), scores  # type: ignore[union-attr]

@@ -50,9 +50,10 @@ def check_topk_arguments(
             raise ValueError(f"{name}: expected device {scores.device}, got {tensor.device}")
     if threshold is None:
         return
-    if threshold.shape != (rows,) or threshold.dtype != torch.float32:
+    if threshold.shape not in ((rows,), (rows, 2)) or threshold.dtype != torch.float32:
         raise ValueError(
-            f"threshold: expected [{rows}] in torch.float32, got {list(threshold.shape)} in {threshold.dtype}"
+            f"threshold: expected [{rows}] or [{rows}, 2] in torch.float32, got {list(threshold.shape)} in "
+            f"{threshold.dtype}"
         )
     if threshold.device != scores.device:
         raise ValueError(f"threshold: expected device {scores.device}, got {threshold.device}")
@@ -85,8 +86,9 @@ def gvr_topk(
             never the result.
         lengths: [R] integers, clamped to [0, N]; entries at or past them are never candidates.
         return_stats: also return `TopKStats`.
-        threshold: fp32 [R], a score that somewhat more than k entries are expected to reach, as `topk_threshold` finds
-            it. As the hint, it may change the speed, never the result; it goes before a hint.
+        threshold: fp32 [R] or [R, 2], a score that somewhat more than k entries are expected to reach, and one that few
+            do, as `topk_threshold` finds them. As the hint, it may change the speed, never the result; it goes before
+            a hint.
 
     Returns:
         int32 [R, k], ascending, -1 in unused slots, which come last. Valid slots = min(k, non-NaN entries within the
@@ -106,7 +108,8 @@ def gvr_topk(
         if threshold is None:
             seen, hints = guess(keys, hint), 0 if hint is None else hint.shape[1]
         else:
-            seen, hints = Guess(threshold, threshold, threshold), k
+            least = threshold if threshold.dim() == 1 else threshold[:, 0]
+            seen, hints = Guess(least, least, least), k
         found = verify(keys, k, seen, hints, buffer)
         kept = keys.masked_fill(found.plateau[:, None], INVALID)
         value, index, candidates = collect(kept, found.threshold)
@@ -125,8 +128,8 @@ def gvr_topk(
 
 
 def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """A score that somewhat more than k entries of each row reach, fp32 [R], by a sample of the row: what a later
-    `gvr_topk` over scores like these takes as its `threshold`. -inf where a row has few entries.
+    """By a sample of each row, a score that somewhat more than k entries reach, and the best of the sample: fp32
+    [R, 2], what a later `gvr_topk` over scores like these takes as its `threshold`. -inf where a row has few entries.
 
     The sample is pairs of neighbours, evenly over the row; the threshold is one of its order statistics, aimed so that
     four standard deviations still leave k entries.

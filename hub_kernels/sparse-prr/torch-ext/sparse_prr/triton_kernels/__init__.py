@@ -6,6 +6,8 @@ Every kernel reads strides, so views cost no copy, and offsets are 64-bit. Nothi
 from ..reference.topk import topk_threshold  # a guess, which this folder's top-k doesn't need
 from .append import append_states
 from .attend import block_partials
+from .index import index_scores, index_topk
+from .latent import latent_attention
 from .merge import merge_partials, repair_merge
 from .predict import ema_step
 from .score import infllm_scores, quest_scores
@@ -19,7 +21,10 @@ __all__ = [
     "compress_keys",
     "ema_step",
     "gvr_topk",
+    "index_scores",
+    "index_topk",
     "infllm_scores",
+    "latent_attention",
     "merge_partials",
     "quest_scores",
     "repair_merge",

@@ -13,12 +13,17 @@ _PASSES = 5  # four digits of eight bits, and one to collect
 
 
 @triton.jit
-def _keys(scores, at, inside):
-    """uint32 that order as the scores do; 0 for NaN and for what isn't there. -0.0 is +0.0."""
-    x = tl.load(scores + at, mask=inside, other=float("nan")).to(tl.float32)
+def order_key(x):
+    """uint32 that order as fp32 scores do; 0 for NaN. -0.0 is +0.0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(x == x, key, 0)
+
+
+@triton.jit
+def _keys(scores, at, inside):
+    """As `order_key`; 0 too for what isn't there."""
+    return order_key(tl.load(scores + at, mask=inside, other=float("nan")).to(tl.float32))
 
 
 @triton.jit

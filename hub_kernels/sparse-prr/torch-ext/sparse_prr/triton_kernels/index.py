@@ -1,0 +1,135 @@
+"""Token scores of a model's own indexer, and the tokens that score best."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import options, wait_for_previous
+from .tile import padded
+from .topk import gvr_topk, order_key
+
+TOKENS = 128  # columns that are held at a time; half of them in fp32
+TILES = 256  # of a row at most, where one query asks: all of them run at once, and the next kernel starts the sooner
+_QUERIES = 16  # of a program, where there are more than one: keys are read once for all of them
+
+
+class Candidates(NamedTuple):
+    """What a scorer leaves of scores at or above a threshold, so that the top-k needs no pass over them.
+
+    counts: int32 [R, tiles].  entries: int32 [R, tiles, tile, 2], key (`order_key`) and column of a tile's, in order.
+    """
+
+    counts: torch.Tensor
+    entries: torch.Tensor
+
+
+@triton.jit
+def _index(
+    query, weights, keys, valid, end, scores, threshold, counts, entries, T, Q, tile, scale,
+    q_b, q_q, q_i, q_e, w_b, w_q, w_i, k_b, k_t, k_e, m_b, m_t, e_b, e_q, t_b,
+    I: tl.constexpr, E: tl.constexpr, IP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
+    EMITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`tile` columns, BT at a time, for BQ queries: keys are the rows of the product and index heads its columns."""
+    wait_for_previous(PDL)
+    b, asked = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64) * BQ
+    t, i, e = tl.arange(0, BT), tl.arange(0, IP), tl.arange(0, EP)
+    ask, inside = i[:, None] * q_i + e[None, :] * q_e, (i < I)[:, None] & (e < E)[None, :]
+    query += b * q_b + asked * q_q
+    weights += b * w_b + asked * w_q
+    end += b * e_b + asked * e_q
+    entries += (b * tl.num_programs(0) + tl.program_id(0)) * tile * 2
+    found = tl.full([], 0, tl.int32)
+    for begin in range(0, tile, BT):
+        first = tl.program_id(0).to(tl.int64) * tile + begin
+        held = first + t < T
+        bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
+        k = tl.load(
+            keys + b * k_b + first * k_t + (t[:, None] * k_t + e[None, :] * k_e), mask=held[:, None] & (e < E)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        for j in range(min(BQ, Q - asked)):
+            x = tl.load(query + j * q_q + ask, mask=inside, other=0.0)
+            w = tl.load(weights + j * w_q + i * w_i, mask=i < I, other=0.0)
+            limit = tl.minimum(tl.load(end + j * e_q).to(tl.int64), T)
+            logits = tl.dot(k, tl.trans(x), input_precision="ieee") * scale
+            logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(logits * w[None, :], axis=1)
+            score = tl.where((first + t < limit) & (bits != 0), score, float("nan"))
+            tl.store(scores + (b * Q + asked + j) * T + first + t, score, mask=held)
+            if EMITS:
+                hit = held & (score >= tl.load(threshold + b * t_b))
+                slot = found + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+                tl.store(entries + 2 * slot, order_key(score).to(tl.int32, bitcast=True), mask=hit)
+                tl.store(entries + 2 * slot + 1, (first + t).to(tl.int32), mask=hit)
+                found += tl.sum(hit.to(tl.int32), axis=0)
+    if EMITS:
+        tl.store(counts + b * tl.num_programs(0) + tl.program_id(0), found)
+
+
+def score_tokens(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    threshold: torch.Tensor | None,
+) -> tuple[torch.Tensor, Candidates | None]:
+    """The scores, and with a threshold, fp32 [B] or [B, 2] for one query each, also the candidates that it leaves."""
+    batch, queries, heads, dim = query.shape
+    columns = keys.shape[1]
+    scores = torch.empty((batch, queries, columns), dtype=torch.float32, device=query.device)
+    part = TOKENS if keys.element_size() < 4 else TOKENS // 2
+    tile = part if queries > 1 else part * triton.cdiv(columns, TILES * part)
+    tiles, candidates = triton.cdiv(columns, max(tile, 1)), None
+    if threshold is not None:
+        sizes = ((batch, tiles), (batch, tiles, tile, 2))
+        candidates = Candidates(*(torch.empty(size, dtype=torch.int32, device=query.device) for size in sizes))
+    if scores.numel() == 0:
+        return scores, candidates
+    valid, end = valid.view(torch.uint8), end.expand(batch, queries)
+    together = 1 if queries == 1 else _QUERIES
+    emitted = (scores, scores, scores)
+    if threshold is not None and candidates is not None:
+        emitted = (threshold, *candidates)
+    _index[(tiles, triton.cdiv(queries, together), batch)](
+        query, weights, keys, valid, end, scores, *emitted, columns, queries, tile, scale,
+        *query.stride(), *weights.stride(), *keys.stride(), *valid.stride(), *end.stride(), emitted[0].stride(0),
+        I=heads, E=dim, IP=padded(heads), EP=padded(dim), BT=part, BQ=together, EMITS=candidates is not None,
+        **options(query, num_warps=4),
+    )  # fmt: skip
+    return scores, candidates
+
+
+def index_scores(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """As the reference; tiles of fixed shape, so that no sum depends on what else is asked."""
+    return score_tokens(query, weights, keys, valid, end, scale, None)[0]
+
+
+def index_topk(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    end: torch.Tensor,
+    k: int,
+    *,
+    scale: float,
+    hint: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; no guess is needed."""
+    scores = index_scores(query, weights, keys, valid, end, scale=scale)
+    chosen = gvr_topk(scores.flatten(0, 1), k)
+    return chosen.view(*scores.shape[:2], k), scores  # type: ignore[union-attr]
