@@ -79,7 +79,8 @@ class PrepareCacheHook(_Hook):
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        model, name = self.handle.model, cache_argument()
+        model: Any = self.handle.model
+        name = cache_argument()
         dynamic = generation_config.cache_implementation in (None, "dynamic")
         wanted = dynamic and generation_config.use_cache is not False and not model.training
         wanted = wanted and not all(self.handle.kinds)  # nothing to select from: transformers' own cache
@@ -93,6 +94,12 @@ class PrepareCacheHook(_Hook):
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(given, SparseCache) and copies > 1 and given.tokens.batch == batch_size:
             given.batch_repeat_interleave(copies)  # prefilled for the prompts: each is continued several times
+        plan = self.handle.sparse_plan
+        would_be_sparse = plan is not None and max_cache_length >= plan.fits and not model.training
+        foreign = given is not None and not isinstance(given, SparseCache) and would_be_sparse
+        # On a GPU the forward over such a cache may be compiled: its layers can't say from there that they are stock
+        if foreign and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self.handle.note_foreign(given)
         prepared = _PREPARED.get()
         if isinstance(given, SparseCache) and prepared is not None:
             mask = model_kwargs.get("attention_mask")

@@ -46,11 +46,7 @@ class Binding:
             seen = int(cache.get_seq_length())
             would_be_sparse = seen > 0 and seen + count > plan.fits and longest_row(mask, seen + count) > plan.fits
         if would_be_sparse:
-            self.handle.fall_back(
-                f"foreign {name}",
-                f"stock dense attention runs, because the cache is a {name}; pass SparseCache(model), or let "
-                "generate() make one",
-            )
+            self.handle.note_foreign(cache)
 
     def check_step(self, step: Step, grad: bool, device: torch.device) -> None:
         """The first layer of full attention, before its write: masks that force a dense call, gradients that won't
@@ -152,6 +148,15 @@ class PatchHandle:
         if cause not in _PROCESS_WARNINGS:
             _PROCESS_WARNINGS.add(cause)
             warnings.warn(f"hf_sparse_prr: {message}", UserWarning, stacklevel=2)
+
+    def note_foreign(self, cache: Any) -> None:
+        """A cache that isn't a SparseCache runs stock."""
+        name = type(cache).__name__
+        self.fall_back(
+            f"foreign {name}",
+            f"stock dense attention runs, because the cache is a {name}; pass SparseCache(model), or let "
+            "generate() make one",
+        )
 
     def fall_back(self, cause: str, message: str) -> None:
         """Something else runs than was asked for: RuntimeError under `strict`, else a warning."""

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from models import SPARSE, greedy, left_pad, prompt, tiny_llama
-from transformers import DynamicCache, StaticCache, StoppingCriteriaList
+from transformers import CompileConfig, DynamicCache, StaticCache, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr import SparseCache, patch_model, patching
 from hf_sparse_prr.hooks import cache_argument
 
 pytestmark = pytest.mark.compat
@@ -121,6 +121,24 @@ def test_the_static_implementation_is_stock(model):
     patched = greedy(model, ids, cache_implementation="static")
     model.sparse_prr.unpatch()
     assert torch.equal(patched, greedy(model, ids, cache_implementation="static"))
+
+
+def test_a_compiled_forward_over_a_static_cache_says_that_it_is_stock(model, monkeypatch):
+    """On a GPU generate() compiles it by itself; its layers can't speak from there."""
+    ids, compiled = prompt(150), CompileConfig(backend="eager")
+    compiled._compile_all_devices = True  # a CPU's, too
+    asked = dict(cache_implementation="static", compile_config=compiled)
+    monkeypatch.setattr(patching, "_PROCESS_WARNINGS", set())
+    with pytest.warns(UserWarning, match="the cache is a StaticCache"):
+        patched = greedy(model, ids, **asked)
+    model.sparse_prr.unpatch()
+    assert torch.equal(patched, greedy(model, ids, **asked))
+    patch_model(model, strict=True, budget=10_000)  # nothing would be sparse
+    assert torch.equal(patched, greedy(model, ids, **asked))
+    model.sparse_prr.unpatch()
+    patch_model(model, strict=True, **SPARSE)
+    with pytest.raises(RuntimeError, match="the cache is a StaticCache"):
+        greedy(model, ids, **asked)
 
 
 def test_attentions_of_sparse_tokens_are_full_width_and_sum_to_one(model):

@@ -154,7 +154,7 @@ def test_latent_attention_in_parts_has_the_bits_of_the_whole(
     for i in range(0, queries, 5 if INTERPRETED else 1):
         mine = slice(i, i + 1)
         assert_same_bits(attend(ops, query[:, mine], latents, ropes, tokens[:, mine]), whole[:, mine])
-    for b, part in ((0, slice(3, 7)), (1, slice(0, queries - 1)), (1, slice(2, 3))):
+    for b, part in ((0, slice(3, 7)), (1, slice(0, 3 if INTERPRETED else queries - 1))):
         row = slice(b, b + 1)
         alone = attend(ops, query[row, part], latents[row], ropes[row], tokens[row, part])
         assert_same_bits(alone, whole[row, part])

@@ -21,7 +21,7 @@ from .tile import padded
 _WARPS = 8  # of both kernels that inline `_attend_chunk`: another number may give other bits
 _FEW = 48  # programs; fewer leave most of a GPU to those that take one chunk each
 _CHANNELS, _TAKE, _MERGING = 256, 32, 4  # of a program that adds up: channels, chunks that it loads at once, warps
-_STAGES = 5  # of the loop over chunks: tokens two chunks ahead, their latents one
+_STAGES = 5  # of the loop over chunks: one tile is filled while the other is used, tokens come two chunks before
 _OTHER = 12 * 2**10  # bytes of shared memory: weights in halves, what reductions take
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -81,10 +81,10 @@ def _attend_chunk(
     total = tl.sum(weights, axis=1, keep_dims=True)
     if latent.dtype == tl.float32:
         output = tl.dot(weights, latent, input_precision="ieee")
-    else:  # high and low half, as exact as fp32 weights. An infinite value meets neither: its logit isn't finite
+    else:  # in halves, as in `tile.py`: an infinite value times a low half is nothing to add
         high = weights.to(latent.dtype)
         rest = tl.dot((weights - high.to(tl.float32)).to(latent.dtype), latent)
-        output = tl.dot(high, latent, rest)
+        output = tl.dot(high, latent) + tl.where(rest - rest == 0, rest, 0.0)
     return output, peak, total
 
 
@@ -134,16 +134,15 @@ def _add_up(
     first = head * chunks
     o, m, l = tl.zeros([CS], tl.float32), tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     for begin in range(0, chunks, TAKE):
-        loaded = ()  # before the first is used: beside their uses, loads came one after the other
+        o2, m2, l2 = (), (), ()  # loaded first: where a load stands beside its use they come one after the other
         for j in tl.static_range(TAKE):
             at = first + begin + j
             there = at < first + chunks
-            o2 = tl.load(outputs + at * C + c, mask=c < tl.where(there, C, 0), other=0.0)
-            m2 = tl.load(peaks + at, mask=there, other=float("-inf"))
-            l2 = tl.load(totals + at, mask=there, other=0.0)
-            loaded = loaded + ((o2, m2, l2),)  # type: ignore[assignment]
+            o2 = o2 + (tl.load(outputs + at * C + c, mask=c < tl.where(there, C, 0), other=0.0),)  # type: ignore
+            m2 = m2 + (tl.load(peaks + at, mask=there, other=float("-inf")),)  # type: ignore[assignment]
+            l2 = l2 + (tl.load(totals + at, mask=there, other=0.0),)  # type: ignore[assignment]
         for j in tl.static_range(TAKE):
-            o, m, l = _add_chunk(o, m, l, loaded[j][0], loaded[j][1], loaded[j][2])
+            o, m, l = _add_chunk(o, m, l, o2[j], m2[j], l2[j])
     tl.store(result + head * C + c, _divided(o, m, l), mask=c < C)
 
 
@@ -186,7 +185,7 @@ def latent_attention(
     scale: float,
 ) -> torch.Tensor:
     """As the reference. `predicted` and `held` aren't looked at: reading a listed row again is as fast as finding it
-    among what is held, and gives the same bits. Neither is the split of the queries, which changes no bit."""
+    among what is held, and gives the same bits. How queries are split, or batched, changes no bit either."""
     batch, queries, heads, _ = query.shape
     channels, rotated, slots = latents.shape[2], ropes.shape[2], tokens.shape[2]
     result = query.new_empty((batch, queries, heads, channels), dtype=torch.float32)
