@@ -2,6 +2,7 @@
 before each of its rows was seen to equal a stable sort."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from .bench_topk_time import Cell, Clock, Task, sets_of, wrong_rows
 FULL = tuple(2**power for power in range(12, 21))  # row lengths of the full grid
 OVERLAPS = (0.0, 0.3, 0.6, 0.95)
 CACHES = ("warm", "cold", "both")
+_COPIES = 8  # of a cell's scores: sets of them, and what a sort makes
 _TIMED = ("us", "to_topk", "to_sort", "gb_per_s", "floor_share")
 
 
@@ -29,6 +31,13 @@ def default_grid(device: str, ablation: bool) -> tuple[tuple[int, ...], tuple[in
     if on_gpu:
         return (2**13, 2**15, 2**17, 2**19), (64, 512, 1024, 2048), (1, 4, 16, 64, 128)
     return (2**13, 2**15), (512, 2048), (1, 4)
+
+
+def _memory(device: str) -> int:
+    """Bytes that are free on a GPU, or that the machine has."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Guessed:
@@ -109,6 +118,10 @@ def check_arguments(
             raise ValueError(f"{name}: expected numbers >= 1, got {min(values) if values else 'none'}")
     if max(k) > min(n):
         raise ValueError(f"k: expected at most n={min(n)}, got {max(k)}")
+    if 4 * max(n) * max(rows) > _memory(device) // _COPIES:
+        raise ValueError(
+            f"n and rows: expected rows of which {_COPIES} copies fit the memory, got {max(rows)} x {max(n)}"
+        )
     if scores not in SCORES:
         raise ValueError(f"scores: expected one of {', '.join(SCORES)}, got {scores!r}")
     if cache not in CACHES:

@@ -183,5 +183,5 @@ def strategies_of(kernels: ModuleType, wanted: Sequence[str] | None, overlaps: S
         if name in _THRESHOLDS and not able:
             raise ValueError(f"strategies: expected kernels with topk_threshold for {name!r}, got some without it")
     names = wanted or [name for name in STRATEGIES if able or name not in _THRESHOLDS]
-    previous = [f"previous {overlap:g}" for overlap in overlaps]
+    previous = [f"previous {repr(overlap).removesuffix('.0')}" for overlap in overlaps]
     return [each for name in names for each in (previous if name == "previous" else [name])]

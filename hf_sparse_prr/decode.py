@@ -226,7 +226,7 @@ def decode_step(
         attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
     with overlap.beside():
-        threshold = attention.threshold_after(selection) if plan.hint != "none" else None
+        threshold = attention.threshold_after(selection) if plan.hint in ("predicted", "previous") else None
         importance = _update(layer, token, selection, kernels, ema, threshold)
         numbers = _count(statistics, layer_idx, layer, selection)
         kernels.tally(

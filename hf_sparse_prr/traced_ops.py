@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 from . import kernel_loader
 from .bundled.reference import EmaStep, Partials, TopKStats
+from .bundled.reference.topk import check_topk_arguments
 
 _KERNELS: dict[str, ModuleType] = {}
 _OPS = torch.ops.hf_sparse_prr
@@ -209,7 +210,17 @@ def gvr_topk(
     return _KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths, threshold=threshold).contiguous()
 
 
-gvr_topk.register_fake(lambda kernels, scores, k, *_: _ids(scores, scores.shape[0], k))
+@gvr_topk.register_fake
+def _(
+    kernels: str,
+    scores: Tensor,
+    k: int,
+    hint: Tensor | None = None,
+    lengths: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> Tensor:
+    check_topk_arguments(scores, k, hint, lengths, threshold)  # a tensor elsewhere would get here and no further
+    return _ids(scores, scores.shape[0], k)
 
 
 @custom_op("hf_sparse_prr::gvr_topk_stats", mutates_args=())
@@ -228,7 +239,15 @@ def gvr_topk_stats(
 
 
 @gvr_topk_stats.register_fake
-def _(kernels: str, scores: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    kernels: str,
+    scores: Tensor,
+    k: int,
+    hint: Tensor | None = None,
+    lengths: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_topk_arguments(scores, k, hint, lengths, threshold)
     rows = scores.shape[0]
     fallback = scores.new_empty(rows, dtype=torch.bool)
     return _ids(scores, rows, k), _ids(scores, rows), _ids(scores, rows), fallback
@@ -239,7 +258,10 @@ def topk_threshold(kernels: str, scores: Tensor, k: int, lengths: Tensor | None 
     return _KERNELS[kernels].topk_threshold(scores, k, lengths=lengths)
 
 
-topk_threshold.register_fake(lambda kernels, scores, k, *_: scores.new_empty((scores.shape[0], 2), dtype=torch.float32))
+@topk_threshold.register_fake
+def _(kernels: str, scores: Tensor, k: int, lengths: Tensor | None = None) -> Tensor:
+    check_topk_arguments(scores, k, None, lengths)
+    return scores.new_empty((scores.shape[0], 2), dtype=torch.float32)
 
 
 @custom_op("hf_sparse_prr::select_blocks", mutates_args=())

@@ -100,10 +100,15 @@ def test_reports_every_cell(dtype: torch.dtype) -> None:
     assert steps[0] == ("96 scores a row", 0, 8) and steps[-1] == ("200 scores a row", 7, 8)
 
 
+def test_rows_that_no_memory_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected rows of which 8 copies fit the memory, got 1 x 1099511627776"):
+        bench_topk(n=[2**40], k=[1], rows=[1])
+
+
 def test_statistics_are_those_of_the_search() -> None:
     (cell,) = bench_topk(n=[6000], k=[8], rows=[1], rounds=1, overlaps=[])["cells"]
     none, random = cell["strategies"]["none"], cell["strategies"]["random"]
-    assert none["passes"] > 1 and none["fallback"] == 1 and 8 <= none["candidates"] <= 5120
+    assert none["passes"] > 1 and none["fallback"] == 0 and 8 <= none["candidates"] <= 5120
     assert random["candidates"] != none["candidates"]
 
 
@@ -315,6 +320,7 @@ def test_wide_numbers_fit_a_terminal_of_80_columns() -> None:
         (["--dtype", "int8"], ("--dtype", "bfloat16", "int8")),
         (["--device", "abacus"], ("--device", "cuda:1", "abacus")),
         (["--kernels", "no/such/folder"], ("no/such/folder", "Remedy")),
+        (["--n", ","], ("--n: expected at least one", "','")),
         (["--full", "--n", "96"], ("--full", "no --n")),
         (["--full", "--ablation"], ("--full", "no --ablation")),
         (["--ablation", "--k", "8,16"], ("--ablation", "one --n, --k and --rows", "1, 2 and 1")),

@@ -328,6 +328,15 @@ def test_the_public_top_k_is_one_graph():
     assert counter.frame_count == 1
 
 
+def test_what_eager_refuses_is_refused_in_a_trace():
+    scores, elsewhere = torch.randn(1, 70), torch.zeros(1, device="meta")
+    compiled = torch.compile(lambda x, t: gvr_topk(x, 6, threshold=t), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="threshold: expected device cpu, got meta"):
+        compiled(scores, elsewhere)
+    with pytest.raises(RuntimeError, match="k: expected an int >= 0, got -1"):
+        torch.compile(lambda x: gvr_topk(x, -1), fullgraph=True, backend="aot_eager")(scores)
+
+
 class Segment:
     """A layer of fixed size that holds 1024 columns, and takes more."""
 

@@ -37,18 +37,21 @@ def rate_of(text: str) -> float | None:
         raise CommandError(message, EXIT_USAGE) from error
 
 
-def words_of(texts: list[str] | None) -> list[str]:
-    """Of an option that is repeated, or has commas."""
-    return [word for text in texts or () for word in text.split(",") if word]
+def words_of(option: str, texts: list[str] | None) -> list[str]:
+    """Of an option that is repeated, or has commas; each once. None if it wasn't given."""
+    words = [word for text in texts or () for word in text.split(",") if word]
+    if texts and not words:
+        raise CommandError(f"{option}: expected at least one, got {','.join(texts)!r}", EXIT_USAGE)
+    return list(dict.fromkeys(words))
 
 
 def numbers_of(option: str, texts: list[str] | None) -> list[int]:
-    return [tokens_of(word, option, "numbers") for word in words_of(texts)]
+    return list(dict.fromkeys(tokens_of(word, option, "numbers") for word in words_of(option, texts)))
 
 
 def shares_of(option: str, texts: list[str] | None) -> list[float]:
     try:
-        return [float(word) for word in words_of(texts)]
+        return list(dict.fromkeys(float(word) for word in words_of(option, texts)))
     except ValueError as error:
         message = f"{option}: expected numbers from 0 to 1, got {','.join(texts or ())!r}"
         raise CommandError(message, EXIT_USAGE) from error

@@ -340,11 +340,13 @@ def topk(
         if full and (n or ablation):
             raise CommandError(f"--full: expected no {'--n' if n else '--ablation'} with it, got both", EXIT_USAGE)
         given = [FULL if full else numbers_of("--n", n), numbers_of("--k", k), numbers_of("--rows", rows)]
+        if given[0] and not given[1]:  # of the default k, those that the shortest row has
+            grid[1] = [each for each in grid[1] if each <= min(given[0])] or [min(given[0])]
         lengths, winners, batches = (new or default for new, default in zip(given, grid, strict=True))
         if ablation and len(lengths) * len(winners) * len(batches) != 1:
             sizes = f"{len(lengths)}, {len(winners)} and {len(batches)}"
             raise CommandError(f"--ablation: expected one --n, --k and --rows, got {sizes}", EXIT_USAGE)
-        overlaps, names = shares_of("--overlap", overlap) or OVERLAPS, words_of(strategies) or None
+        overlaps, names = shares_of("--overlap", overlap) or OVERLAPS, words_of("--strategies", strategies) or None
         cache = cache or ("both" if on_gpu else "warm")
         try:
             check_topk(lengths, winners, batches, device, scores, overlaps, cache, names, kernels)
@@ -357,8 +359,8 @@ def topk(
             raise CommandError(error, EXIT_USAGE) from error
         options = {
             "n": lengths, "k": winners, "rows": batches, "dtype": dtype, "device": device, "scores": scores,
-            "overlap": [f"{each:g}" for each in overlaps], "strategies": names, "cache": cache, "kernels": kernels,
-            "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None, "ablation": ablation or None,
+            "overlap": [repr(each).removesuffix(".0") for each in overlaps], "strategies": names, "cache": cache,
+            "kernels": kernels, "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None, "ablation": ablation or None,
         }  # fmt: skip
         found["command"] = command_of("topk", list(options.items()))
         if not as_json:

@@ -32,7 +32,8 @@ def show(out: Console, found: dict[str, Any], ablation: bool) -> None:
         out,
         "wrong: rows that differ from a stable sort, and aren't timed. /topk, /sort, /none: the time to torch.topk's, "
         "torch.sort's, that without a guess. GB/s: of scores read once and indices written; floor: the share of the "
-        "time that those take at the data sheet's bandwidth. Means of rows: passes, candidates, fallbacks of a search.",
+        "time that those take at the data sheet's bandwidth. Means of rows: passes, candidates, fallbacks of a search. "
+        "The references use every guess, compiled kernels thresholds alone, Triton's none.",
     )
     for reason, cells in groupby(found["left_out"], key=lambda cell: cell["reason"]):
         names = ["{n} x {k} x {rows} {cache}".format(**cell) for cell in cells]

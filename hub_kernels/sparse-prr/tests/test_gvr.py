@@ -1,4 +1,4 @@
-"""The search behind gvr_topk: exact on every fixture that broke a kernel somewhere, whatever the hint, in 34 counts.
+"""The search behind gvr_topk: exact on every fixture that broke a kernel somewhere, whatever the hint, in few counts.
 
 The oracle is a stable descending sort of the scores, compared as index lists. Rows longer than the candidate buffer
 make the search run; a small buffer makes it run on short rows too.
@@ -197,9 +197,20 @@ def test_a_good_hint_takes_the_fast_path(ops, searches):
     assert bool((stats.candidates <= 5120).all())
 
 
-def test_a_bad_hint_takes_the_guard(ops, searches):
-    scores, k = fixture("outlier and cluster")
-    _, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["one"], return_stats=True)
+def test_a_bad_hint_is_made_up_for_by_a_sample(ops, searches):
+    scores, k = fixture("normal")
+    for hint in (hints_for(scores, k)["one"], None):
+        _, stats = ops.gvr_topk(scores, k, hint=hint, return_stats=True)
+        assert not stats.fallback.any() and int(stats.passes.max()) <= 5
+
+
+def test_a_bad_hint_and_a_bad_sample_take_the_guard(ops, searches):
+    scores, k = fixture("normal")
+    columns, number = scores.shape[1], torch.arange(2048)
+    scores = scores.clone()
+    scores[:, (number // 4 * columns // 512) // 4 * 4 + number % 4] = -100.0  # all that the sample sees
+    found, stats = ops.gvr_topk(scores, k, hint=hints_for(scores, k)["one"], return_stats=True)
+    assert torch.equal(found, stable(scores, k))
     assert stats.fallback.all()
 
 

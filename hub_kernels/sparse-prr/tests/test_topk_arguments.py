@@ -85,3 +85,34 @@ def test_gvr_topk_rejects_hints(ops, hint, message):
 def test_gvr_topk_takes_options_by_keyword_only(ops):
     with pytest.raises(TypeError):
         ops.gvr_topk(SCORES, 1, torch.zeros(2, 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [
+        (1.0, "threshold: expected a tensor, got float"),
+        (torch.zeros(3), "threshold: expected [2] or [2, 2] in torch.float32, got [3] in torch.float32"),
+        (torch.zeros(2, 3), "got [2, 3] in torch.float32"),
+        (torch.zeros(2, dtype=torch.float64), "got [2] in torch.float64"),
+        (torch.zeros(2, dtype=torch.int32), "got [2] in torch.int32"),
+        (torch.zeros(2, device="meta"), "threshold: expected device"),
+    ],
+)
+def test_gvr_topk_refuses_other_thresholds(ops, threshold, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.gvr_topk(SCORES, 1, threshold=threshold)
+
+
+def test_gvr_topk_takes_thresholds_of_any_layout(ops):
+    scores = torch.tensor(np.random.default_rng(8).standard_normal((3, 9000)), dtype=torch.float32)
+    expected, sampled = ops.gvr_topk(scores, 50), ops.topk_threshold(scores, 50)
+    assert sampled.shape == (3, 2) and (sampled[:, 0] <= sampled[:, 1]).all()
+    for threshold in (sampled, sampled.t().contiguous().t(), sampled[:, 0], sampled[:, :1].expand(-1, 2)):
+        assert torch.equal(ops.gvr_topk(scores, 50, threshold=threshold), expected)
+
+
+def test_topk_threshold_of_short_rows_and_nothing(ops):
+    assert ops.topk_threshold(torch.zeros(0, 5), 3).shape == (0, 2)
+    assert (ops.topk_threshold(torch.zeros(2, 5), 3) <= 0).all()
+    with pytest.raises(ValueError, match="k: expected an int >= 0"):
+        ops.topk_threshold(torch.zeros(2, 5), -1)

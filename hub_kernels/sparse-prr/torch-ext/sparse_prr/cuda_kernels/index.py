@@ -3,6 +3,7 @@
 import torch
 
 from .._ops import ops  # type: ignore[import-not-found]
+from ..reference.topk import check_topk_arguments
 from ..triton_kernels.index import TILES, TOKENS, index_scores, score_tokens
 from .topk import MOST, gvr_topk
 
@@ -28,6 +29,8 @@ def index_topk(
         scores = index_scores(query, weights, keys, valid, end, scale=scale)
         chosen = gvr_topk(scores.flatten(0, 1), k, hint=hint, threshold=threshold)
         return chosen.view(batch, queries, k), scores  # type: ignore[union-attr]
+    check_topk_arguments(query.new_empty((batch, 0), dtype=torch.float32), k, hint, None, threshold)
+    threshold = threshold.contiguous()
     scores, candidates = score_tokens(query, weights, keys, valid, end, scale, threshold)
     assert candidates is not None
     chosen = torch.empty((batch, k), dtype=torch.int32, device=query.device)

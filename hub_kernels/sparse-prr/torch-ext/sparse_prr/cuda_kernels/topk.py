@@ -61,6 +61,8 @@ def gvr_topk(
         ops.gvr_topk(indices, candidates, scores, lengths)
     else:
         hint = hint.long().contiguous() if hint is not None and way == GUESSED else None
+        if threshold is not None and threshold.dim() == 2:
+            threshold = _with_unit_stride(threshold)
         ops.topk_stream(indices, candidates, fallback, scores, lengths, threshold, hint, way)
     if not return_stats:
         return indices

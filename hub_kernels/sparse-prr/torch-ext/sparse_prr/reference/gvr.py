@@ -2,10 +2,10 @@
 
 Scores are seen as int32 keys that order as they do. A threshold is guessed from the scores that a hint points at,
 verified by counting, moved until it leaves few enough candidates, and those are refined exactly. Two changes make the
-search exact on every row, in at most 35 counts: after the hint's own count, one secant step and the smallest hinted
-score, which leaves few too many where the hint is good, each further threshold bisects the keys, both ends of the
-bracket being anchored at -inf and +inf and not at what the hint says; and each count takes >= t and > t together, so
-that a plateau of equal scores wider than the candidate buffer ends the search at once.
+search exact on every row, in at most 36 counts: after the hint's own count, one secant step, the smallest hinted score,
+which leaves few too many where the hint is good, and an order statistic of a sample, each further threshold bisects the
+keys, both ends of the bracket being anchored at -inf and +inf and not at what the hint says; and each count takes >= t
+and > t together, so that a plateau of equal scores wider than the candidate buffer ends the search at once.
 """
 
 from typing import NamedTuple
@@ -44,8 +44,8 @@ class Guess(NamedTuple):
 
 class Found(NamedTuple):
     """threshold: int32 [R], the candidates are the keys >= it. plateau: bool [R], the k-th key is the threshold itself
-    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], the guess missed three times, or
-    wasn't there, and bisection took over."""
+    and more keys equal it than the buffer holds. counts: int32 [R]. guarded: bool [R], all guesses missed, or there
+    was none, and bisection took over."""
 
     threshold: torch.Tensor
     plateau: torch.Tensor
@@ -118,27 +118,26 @@ def verify(keys: torch.Tensor, k: int, seen: Guess, hints: int, buffer: int) -> 
         torch.zeros(rows, dtype=torch.bool, device=keys.device),
     )
     done = torch.zeros_like(found.plateau)
+    sampled = sampled_threshold(keys, k)[:, 0]  # also where a guess is known to miss
     steps = [torch.where(seen.mean.isfinite(), seen.mean, seen.high)]  # an infinity among the hints: try the largest
-    for step in range(35):
+    for step in range(36):
         active = ((high > low) & ~done).nonzero().flatten()
         if len(active) == 0:
             break
         middle = low[active] + (high[active] - low[active]) // 2
-        if step < len(steps):
-            wished = order_keys(steps[step][active]).long()
+        threshold, guarded = middle, torch.ones_like(active, dtype=torch.bool)
+        for guesses in (sampled, steps[step]) if step < len(steps) else ():
+            wished = order_keys(guesses[active]).long()
             usable = (wished >= low[active]) & (wished < high[active])
-            threshold = torch.where(usable, wished, middle)
-            found.guarded[active] |= ~usable
-        else:
-            threshold = middle
-            found.guarded[active] = True
+            threshold, guarded = torch.where(usable, wished, threshold), guarded & ~usable
+        found.guarded[active] |= guarded
         part = keys[active]
         at_least = (part >= threshold[:, None]).sum(dim=1)
         above = (part > threshold[:, None]).sum(dim=1)
         found.counts[active] += 1
         if step == 0:
             counted = torch.zeros(rows, dtype=torch.int64, device=keys.device).index_copy(0, active, at_least)
-            steps += [_secant(seen, steps[0], counted, k, hints), seen.low]
+            steps += [_secant(seen, steps[0], counted, k, hints), seen.low, sampled]
         kth = (above < k) & (at_least >= k)
         accepted = (at_least >= k) & (at_least <= buffer)
         found.threshold[active] = torch.where(accepted | kth, threshold.int(), found.threshold[active])

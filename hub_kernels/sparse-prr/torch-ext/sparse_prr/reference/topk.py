@@ -31,6 +31,9 @@ def check_topk_arguments(
     threshold: torch.Tensor | None = None,
 ) -> None:
     """Raise ValueError for anything outside the contract of `gvr_topk`."""
+    for name, tensor in (("scores", scores), ("hint", hint), ("lengths", lengths), ("threshold", threshold)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "scores"):
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if scores.dim() != 2 or scores.dtype not in _SCORE_DTYPES:
         raise ValueError(
             f"scores: expected [R, N] in float32, bfloat16 or float16, got {list(scores.shape)} in {scores.dtype}"
@@ -105,10 +108,12 @@ def gvr_topk(
         winners = refine(keys, k)
         found = None
     else:
-        if threshold is None:
-            seen, hints = guess(keys, hint), 0 if hint is None else hint.shape[1]
+        if threshold is None and hint is not None and hint.shape[1]:
+            seen, hints = guess(keys, hint), hint.shape[1]
         else:
-            least = threshold if threshold.dim() == 1 else threshold[:, 0]
+            least = sampled_threshold(keys, k) if threshold is None else threshold
+            least = least if least.dim() == 1 else least[:, 0]
+            least = least.masked_fill(least == float("-inf"), float("nan"))  # no guess
             seen, hints = Guess(least, least, least), k
         found = verify(keys, k, seen, hints, buffer)
         kept = keys.masked_fill(found.plateau[:, None], INVALID)
@@ -131,8 +136,8 @@ def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None
     """By a sample of each row, a score that somewhat more than k entries reach, and the best of the sample: fp32
     [R, 2], what a later `gvr_topk` over scores like these takes as its `threshold`. -inf where a row has few entries.
 
-    The sample is pairs of neighbours, evenly over the row; the threshold is one of its order statistics, aimed so that
-    four standard deviations still leave k entries.
+    The sample is fours of neighbours, evenly over the row; the threshold is one of its order statistics, aimed so that
+    3.5 standard deviations still leave k entries.
 
     Raises:
         ValueError: shapes, dtypes, devices or k outside the contract of `gvr_topk`.
