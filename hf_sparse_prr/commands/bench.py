@@ -360,7 +360,8 @@ def topk(
         options = {
             "n": lengths, "k": winners, "rows": batches, "dtype": dtype, "device": device, "scores": scores,
             "overlap": [repr(each).removesuffix(".0") for each in overlaps], "strategies": names, "cache": cache,
-            "kernels": kernels, "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None, "ablation": ablation or None,
+            "kernels": kernels, "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None,
+            "ablation": ablation or None,
         }  # fmt: skip
         found["command"] = command_of("topk", list(options.items()))
         if not as_json:
