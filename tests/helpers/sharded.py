@@ -1,6 +1,7 @@
 """Run by torch.distributed.run, once a process: ids of a sharded model, stock and patched, to FOLDER/RANK.json."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,4 +22,6 @@ with patch_model(model, speculate=True, trace=True) as handle:
     found["patched"] = greedy(model, ids).tolist()
     found["selected"] = [entry.selected.tolist() for entry in handle.trace]
 (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+torch.distributed.barrier()  # no process leaves while another still speaks to it
 torch.distributed.destroy_process_group()
+os._exit(0)  # threads of gloo that outlive the interpreter have aborted a process that was done

@@ -53,6 +53,18 @@ def test_index_scores_do_not_depend_on_neighbours_or_on_what_is_not_seen(ops, dt
     assert_same_bits(ops.index_scores(query, weights, keys, valid, end, scale=0.25), together)
 
 
+def test_an_infinite_key_scores_as_it_does(ops, dtype):
+    query, weights, keys, valid, end = index_problem(dtype)
+    keys, valid, end = keys.clone(), torch.ones_like(valid), torch.full_like(end, T)
+    keys[:, 7, 0] = INF
+    expected = (torch.einsum("bqie,bte->bqit", query.double(), keys.double()) * 0.25).relu() * weights.double()[
+        ..., None
+    ]
+    scores = ops.index_scores(query, weights, keys, valid, end, scale=0.25)
+    assert torch.equal(scores[:, :, 7].double().nan_to_num(-5), expected.sum(2)[:, :, 7].nan_to_num(-5))
+    assert scores[:, :, :7].isfinite().all() and scores[:, :, 8:].isfinite().all()
+
+
 def test_index_scores_of_nothing(ops):
     query, weights, keys, valid, end = index_problem(torch.float32)
     assert ops.index_scores(query[:, :0], weights[:, :0], keys, valid, end[:, :0], scale=1.0).shape == (B, 0, T)
@@ -64,12 +76,12 @@ def test_index_scores_of_nothing(ops):
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("guess", [None, -INF, 0.5, 1e9, NAN], ids=str)
-def test_index_topk_is_the_top_k_of_the_scores(ops, dtype, queries, guess):
+def test_index_topk_is_the_top_k_of_the_scores(ops, dtype, queries, guess, assert_same_bits):
     query, weights, keys, valid, end = index_problem(dtype, queries)
     end = end + 20  # 20 columns at least; some aren't valid
     threshold = None if guess is None else torch.full((B * queries, 2), guess)
     chosen, scores = ops.index_topk(query, weights, keys, valid, end, 9, scale=0.25, threshold=threshold)
-    assert torch.equal(scores.isnan(), ops.index_scores(query, weights, keys, valid, end, scale=0.25).isnan())
+    assert_same_bits(scores, ops.index_scores(query, weights, keys, valid, end, scale=0.25))
     expected = ops.gvr_topk(scores.flatten(0, 1), 9)
     assert chosen.dtype == torch.int32 and torch.equal(chosen.flatten(0, 1), expected)
 

@@ -1,8 +1,8 @@
 // Guess and verify (GVR, arXiv 2604.22312), before the one pass over a row: a threshold that leaves somewhat more than k
 // entries, from whatever is known. Neither what is known nor the sample can change the result: see `refine`.
 //
-//   given    a threshold on the device, or the mean of the scores that a hint points at: kept if, by the sample, it leaves
-//            between k and CAPACITY entries. GVR counts it over the whole row for that, and moves it by secants
+//   given    a threshold on the device, or the mean of the scores that a hint points at: kept if, by half a sample, it
+//            leaves somewhat more than k entries and less than CAPACITY. GVR counts it over the whole row for that, and moves it by secants
 //   sample   four neighbours each (half a sector: all blocks read the same ones), evenly over the row; the threshold is one
 //            of its order statistics
 #pragma once
@@ -24,8 +24,11 @@ __device__ inline uint32_t at_least(float threshold) {
   return threshold == -INFINITY ? 1u : threshold == threshold ? key_of(threshold) : ALL;
 }
 
-// The lowest score that is a candidate. NaN is none.
-__device__ inline float lowest(Guess guess) { return guess.key == 1 ? -INFINITY : score_of(guess.key); }
+// The lowest score that is a candidate. The edge of a bin may lie below -inf, where keys are those of no score. NaN is none.
+__device__ inline float lowest(Guess guess) {
+  const uint32_t nothing_below = key_of(-INFINITY);
+  return guess.key <= nothing_below ? -INFINITY : score_of(guess.key);
+}
 
 struct Stream {
   Arguments row;           // selected and forced are null; batch_stride is 0
@@ -78,7 +81,7 @@ struct Sample {
 __device__ inline float target_of(int k, float spacing) {
   constexpr float SIGMAS = 3.5f;
   const float half = 0.5f * SIGMAS * sqrtf(spacing), root = half + sqrtf(half * half + static_cast<float>(k));
-  return root * root;
+  return fminf(root * root, 0.5f * (k + CAPACITY));  // a k near the capacity: as far from either end
 }
 
 // The sum of `own` over the block.
@@ -99,7 +102,7 @@ __device__ inline int shift_beyond(uint32_t low, uint32_t top, int k, float spac
 // the sample has too few entries.
 template <int THREADS, typename Row>
 __device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>& shared) {
-  const float spacing = fmaxf(static_cast<float>(N) / Row::SIZE, 1.0f);
+  const float spacing = static_cast<float>(N) / Row::SIZE;  // below 1 where entries come several times
   int need = max(static_cast<int>(target_of(k, spacing) / spacing), 1);
   uint32_t low, high;
   bound<THREADS>(sample, need, shared, low, high);
@@ -162,9 +165,7 @@ __device__ Guess guess(const T* row, int k, int N, int limit, bool known, Given 
 template <typename T, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   __shared__ Shared<THREADS / 32> shared;
-  __shared__ float sum;
   clear<THREADS>(shared);
-  if (threadIdx.x == 0) sum = 0.0f;
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -182,8 +183,12 @@ __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
         ++valid;
       }
     }
-    atomicAdd(&sum, own);  // in any order: a guess may differ from run to run, the result can't
-    valid = total_of<THREADS>(valid, shared);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) own += __shfl_xor_sync(ALL, own, step);
+    if (threadIdx.x % 32 == 0) shared.low[threadIdx.x / 32] = __float_as_uint(own);
+    valid = total_of<THREADS>(valid, shared);  // its barrier is theirs
+    float sum = 0.0f;
+    for (int warp = 0; warp < THREADS / 32; ++warp) sum += __uint_as_float(shared.low[warp]);
     __syncthreads();
     return valid ? key_of(sum / valid) : 0u;
   };
@@ -194,7 +199,7 @@ __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   if (s.guesses) s.guesses[r] = found;
   if (s.aim) {
     s.aim[2 * r] = lowest(found);
-    s.aim[2 * r + 1] = score_of(found.top);
+    s.aim[2 * r + 1] = found.top ? score_of(found.top) : -INFINITY;
   }
 }
 

@@ -234,7 +234,7 @@ template <int THREADS, typename Row>
 __device__ Cut narrow(Row& row, int need, uint32_t low, uint32_t high, Shared<THREADS / 32>& shared) {
   for (;;) {
     const int inside = shared.inside;
-    if (inside == 0) return {0, 0};  // no more than k keys
+    if (inside == 0) return {0, 0};  // fewer than `need` keys
     need -= shared.before;
     if (inside == need) return {low - 1, 0};
     if (low == high) return {high, need};

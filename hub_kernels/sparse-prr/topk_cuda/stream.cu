@@ -70,7 +70,7 @@ void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t strea
 int tile_of(int64_t rows, int64_t N) {
   const int64_t share = rows > FEW_ROWS ? (N + 31) / 32 : (N + 127) / 128;
   const int64_t step = rows > FEW_ROWS || share <= 2048 ? 256 : share <= 4096 ? 512 : 1024;
-  return static_cast<int>(std::min((share + step - 1) / step * step, int64_t{rows > FEW_ROWS ? 4096 : 8192}));
+  return static_cast<int>(std::min(std::max((share + step - 1) / step, int64_t{1}) * step, int64_t{rows > FEW_ROWS ? 4096 : 8192}));
 }
 
 Stream stream_of(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
@@ -131,7 +131,7 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
 
   // From the allocator of the current stream, and back to it on return: what runs there next comes after these kernels.
   s.tile = tile_of(rows, N);
-  s.tiles = static_cast<int>((N + s.tile - 1) / s.tile);
+  s.tiles = static_cast<int>(std::max((N + s.tile - 1) / s.tile, int64_t{1}));
   s.kept = rows > FEW_ROWS || rows * N > 4 << 20 ? std::min(s.tile, 512) : s.tile;  // all of it while that is 32 MB or less
   const int64_t slots = rows * s.tiles * s.kept, lists = rows * CAPACITY, counts = (rows * s.tiles + 1) / 2;
   const Tensor workspace = torch::stable::new_empty(scores, {slots + lists + 2 * rows + counts}, ScalarType::Long);

@@ -56,7 +56,8 @@ def _index(
             limit = tl.minimum(tl.load(end + j * e_q).to(tl.int64), T)
             logits = tl.dot(k, tl.trans(x), input_precision="ieee") * scale
             logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            score = tl.sum(logits * w[None, :], axis=1)
+            # A head that isn't there has 0 as its product with an infinite key's, NaN
+            score = tl.sum(tl.where((i < I)[None, :], logits * w[None, :], 0.0), axis=1)
             score = tl.where((first + t < limit) & (bits != 0), score, float("nan"))
             tl.store(scores + (b * Q + asked + j) * T + first + t, score, mask=held)
             if EMITS:
