@@ -1,10 +1,11 @@
-// Guess and verify (GVR, arXiv 2604.22312), before the one pass over a row: a threshold that leaves somewhat more than k
-// entries, from whatever is known. Neither what is known nor the sample can change the result: see `refine`.
+// Guess and verify (GVR, arXiv 2604.22312), before the one pass over a row: a threshold that leaves somewhat more than
+// k entries, from whatever is known. Neither what is known nor the sample can change the result: see `refine`.
 //
 //   given    a threshold on the device, or the mean of the scores that a hint points at: kept if, by half a sample, it
-//            leaves somewhat more than k entries and less than CAPACITY. GVR counts it over the whole row for that, and moves it by secants
-//   sample   four neighbours each (half a sector: all blocks read the same ones), evenly over the row; the threshold is one
-//            of its order statistics
+//            leaves somewhat more than k entries and less than CAPACITY. GVR counts it over the whole row for that, and
+//            moves it by secants
+//   sample   four neighbours each (half a sector: all blocks read the same ones), evenly over the row; the threshold is
+//            one of its order statistics
 #pragma once
 
 #include "search.cuh"
@@ -24,7 +25,8 @@ __device__ inline uint32_t at_least(float threshold) {
   return threshold == -INFINITY ? 1u : threshold == threshold ? key_of(threshold) : ALL;
 }
 
-// The lowest score that is a candidate. The edge of a bin may lie below -inf, where keys are those of no score. NaN is none.
+// The lowest score that is a candidate. The edge of a bin may lie below -inf, where keys are those of no score. NaN is
+// none.
 __device__ inline float lowest(Guess guess) {
   const uint32_t nothing_below = key_of(-INFINITY);
   return guess.key <= nothing_below ? -INFINITY : score_of(guess.key);
@@ -45,6 +47,14 @@ struct Stream {
   uint2* entries;  // [rows, tiles, kept]: key and index of a tile's first candidates, in index order
   uint2* lists;    // [rows, CAPACITY]: of all candidates, where they don't fit in registers as they come
   bool* fallback;  // [rows], or null: the whole row was searched
+};
+
+// The key of row r's known threshold.
+struct Given {
+  const Stream& s;
+  int64_t r;
+
+  __device__ uint32_t operator()() const { return key_of(s.threshold[r * s.threshold_stride]); }
 };
 
 // THREADS * ITEMS entries of a row, in fours.
@@ -76,8 +86,8 @@ struct Sample {
   }
 };
 
-// Entries to aim at, so that SIGMAS standard deviations of what the sample says still leave k: a threshold with the share
-// p of the sample above it has N p +- sqrt(N p N/SIZE) entries above it. At 3.5 one row in 4300 has too few.
+// Entries to aim at, so that SIGMAS standard deviations of what the sample says still leave k: a threshold with the
+// share p of the sample above it has N p +- sqrt(N p N/SIZE) entries above it. At 3.5 one row in 4300 has too few.
 __device__ inline float target_of(int k, float spacing) {
   constexpr float SIGMAS = 3.5f;
   const float half = 0.5f * SIGMAS * sqrtf(spacing), root = half + sqrtf(half * half + static_cast<float>(k));
@@ -98,8 +108,8 @@ __device__ inline int shift_beyond(uint32_t low, uint32_t top, int k, float spac
   return shift_of(low, top) + (static_cast<float>(k) < 4.0f * spacing);
 }
 
-// The key of the sample that leaves about `target_of` entries: the lower edge of a bin that holds few of the sample. 1 if
-// the sample has too few entries.
+// The key of the sample that leaves about `target_of` entries: the lower edge of a bin that holds few of the sample. 1
+// if the sample has too few entries.
 template <int THREADS, typename Row>
 __device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>& shared) {
   const float spacing = static_cast<float>(N) / Row::SIZE;  // below 1 where entries come several times
@@ -161,7 +171,8 @@ __device__ Guess guess(const T* row, int k, int N, int limit, bool known, Given 
   return order_statistic<THREADS>(sample, k, N, shared);
 }
 
-// One block a row writes the row's guess, where there are too many rows for each block of `collect` to sample for itself.
+// One block a row writes the row's guess, where there are too many rows for each block of `collect` to sample for
+// itself.
 template <typename T, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   __shared__ Shared<THREADS / 32> shared;
@@ -194,7 +205,7 @@ __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   };
   const Guess found = guess<T, THREADS, ITEMS>(
       row, s.row.k, s.row.N, limit, s.threshold || s.hint,
-      [&] { return s.threshold ? key_of(s.threshold[r * s.threshold_stride]) : mean_of_hint(); }, shared);
+      [&] { return s.threshold ? Given{s, r}() : mean_of_hint(); }, shared);
   if (threadIdx.x != 0) return;
   if (s.guesses) s.guesses[r] = found;
   if (s.aim) {

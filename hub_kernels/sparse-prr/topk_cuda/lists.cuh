@@ -48,8 +48,8 @@ __device__ void count_above(List<ITEMS>& list, Guess guess, Memory& shared) {
   });
 }
 
-// Write the winners, where the k-th is the need-th of `inside` <= 32 entries in [low, high]: each warp ranks all of those
-// by key and index, which tells it the cut and how many of them stand before its own entries, `first` on.
+// Write the winners, where the k-th is the need-th of `inside` <= 32 entries in [low, high]: each warp ranks all of
+// those by key and index, which tells it the cut and how many of them stand before its own entries, `first` on.
 template <int THREADS, int ITEMS>
 __device__ void write(List<ITEMS>& list, int first, int need, int inside, uint32_t low, uint32_t high, int* winners,
                       Shared<THREADS / 32>& shared) {

@@ -38,7 +38,8 @@ void launch_guess(const Stream& s, int64_t rows, cudaStream_t stream) {
   return launch_early(guess_row<T, 1024, 32>, grid, 1024, 0, stream, s);
 }
 
-// A block that samples takes a sample as dense as the row's length needs. Few rows: threads rather than loads of a thread.
+// A block that samples takes a sample as dense as the row's length needs. Few rows: threads rather than loads of a
+// thread.
 template <typename T>
 void launch_collect(const Stream& s, bool samples, int64_t rows, cudaStream_t stream) {
   const dim3 grid(s.tiles, static_cast<unsigned>(rows));
@@ -70,7 +71,8 @@ void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t strea
 int tile_of(int64_t rows, int64_t N) {
   const int64_t share = rows > FEW_ROWS ? (N + 31) / 32 : (N + 127) / 128;
   const int64_t step = rows > FEW_ROWS || share <= 2048 ? 256 : share <= 4096 ? 512 : 1024;
-  return static_cast<int>(std::min(std::max((share + step - 1) / step, int64_t{1}) * step, int64_t{rows > FEW_ROWS ? 4096 : 8192}));
+  const int64_t most = rows > FEW_ROWS ? 4096 : 8192;
+  return static_cast<int>(std::min(std::max((share + step - 1) / step, int64_t{1}) * step, most));
 }
 
 Stream stream_of(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
@@ -111,8 +113,8 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
   Stream s = stream_of(indices, candidates, fallback, scores, lengths);
   const bool tiled = way != 3, apart = way == 2 || N > LONGEST_SAMPLED;
   STD_TORCH_CHECK(way >= 1 && way <= 3, "way: expected 1 to 3, got ", way);
-  STD_TORCH_CHECK(!tiled || (rows <= 65535 && N <= int64_t{4096} * MAX_TILES), "too many rows or entries: ", rows, " x ",
-                  N);
+  STD_TORCH_CHECK(!tiled || (rows <= 65535 && N <= int64_t{4096} * MAX_TILES), "too many rows or entries: ", rows,
+                  " x ", N);
   if (rows == 0) return;
   if (threshold) take_threshold(s, *threshold, scores);
   if (hint) {
@@ -132,7 +134,8 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
   // From the allocator of the current stream, and back to it on return: what runs there next comes after these kernels.
   s.tile = tile_of(rows, N);
   s.tiles = static_cast<int>(std::max((N + s.tile - 1) / s.tile, int64_t{1}));
-  s.kept = rows > FEW_ROWS || rows * N > 4 << 20 ? std::min(s.tile, 512) : s.tile;  // all of it while that is 32 MB or less
+  // All of a tile, while that is 32 MB or less
+  s.kept = rows > FEW_ROWS || rows * N > 4 << 20 ? std::min(s.tile, 512) : s.tile;
   const int64_t slots = rows * s.tiles * s.kept, lists = rows * CAPACITY, counts = (rows * s.tiles + 1) / 2;
   const Tensor workspace = torch::stable::new_empty(scores, {slots + lists + 2 * rows + counts}, ScalarType::Long);
   s.entries = static_cast<uint2*>(workspace.data_ptr());
@@ -159,7 +162,8 @@ void topk_candidates(const Tensor& indices, const Tensor& candidates, const Tens
   STD_TORCH_CHECK(counts.size(0) == rows && tiles >= 1 && tiles <= MAX_TILES && entries.dim() == 4 &&
                       entries.size(0) == rows && entries.size(1) == tiles && entries.size(2) * tiles >= N &&
                       entries.size(3) == 2,
-                  "counts and entries: expected [", rows, ", tiles] and [", rows, ", tiles, tile, 2] of up to ", MAX_TILES,
+                  "counts and entries: expected [", rows, ", tiles] and [", rows, ", tiles, tile, 2] of up to ",
+                  MAX_TILES,
                   " tiles that hold the row");
   if (rows == 0) return;
   s.counts = static_cast<int*>(counts.data_ptr());

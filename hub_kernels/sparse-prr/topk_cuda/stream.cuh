@@ -7,8 +7,8 @@ namespace sparse_prr {
 
 constexpr int STREAM_THREADS = 512;
 
-// Collect what the guess leaves in `list`, of CAPACITY entries, and settle it. Returns false, with the histogram empty, if
-// the guess was bad.
+// Collect what the guess leaves in `list`, of CAPACITY entries, and settle it. Returns false, with the histogram empty,
+// if the guess was bad.
 template <typename T, int THREADS, int SAMPLES>
 __device__ bool stream(const Stream& s, int64_t r, bool known, uint2* list, Shared<THREADS / 32>& shared) {
   constexpr int WARPS = THREADS / 32, ITEMS = 4096 / THREADS, SLAB = THREADS * ITEMS;
@@ -16,8 +16,7 @@ __device__ bool stream(const Stream& s, int64_t r, bool known, uint2* list, Shar
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = warp * 32 * ITEMS + lane;
   const T* row = static_cast<const T*>(s.row.scores) + r * s.row.head_stride;
   const int limit = limit_of(s.row, r);
-  const Guess cut = guess<T, THREADS, SAMPLES>(row, s.row.k, s.row.N, limit, known, [&] { return key_of(s.threshold[r * s.threshold_stride]); },
-                                               shared);
+  const Guess cut = guess<T, THREADS, SAMPLES>(row, s.row.k, s.row.N, limit, known, Given{s, r}, shared);
   const float least = lowest(cut);
   T ahead[ITEMS];
 #pragma unroll

@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(THREADS) collect(const Stream s) {
       if (threadIdx.x == 0) s.counts[at] = 0;
       return;
     }
-    cut = guess<T, THREADS, SAMPLES>(row, s.row.k, s.row.N, limit, s.threshold, [&] { return key_of(s.threshold[r * s.threshold_stride]); },
-                                     shared);
+    cut = guess<T, THREADS, SAMPLES>(row, s.row.k, s.row.N, limit, s.threshold, Given{s, r}, shared);
     if (blockIdx.x == 0 && threadIdx.x == 0) s.guesses[r] = cut;
   } else {
     cut = s.guesses[r];
@@ -79,7 +78,8 @@ __global__ void __launch_bounds__(THREADS) collect(const Stream s) {
   }
 }
 
-// Put a tile's candidates in their places in the list: by a warp, from `entries` or, if they don't hold all, from the row.
+// Put a tile's candidates in their places in the list: by a warp, from `entries` or, if they don't hold all, from the
+// row.
 template <typename T>
 __device__ void gather_tile(const Stream& s, int64_t r, int tile, int count, uint2* list, uint32_t cut, int limit) {
   constexpr int AHEAD = 8;

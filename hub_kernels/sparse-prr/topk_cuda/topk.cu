@@ -11,8 +11,8 @@ void launch(const Arguments& arguments, dim3 grid, cudaStream_t stream) {
   launch_early(select_row<T, THREADS, ITEMS, RESIDENT>, grid, THREADS, 0, stream, arguments);
 }
 
-// Rows of up to 16896 entries stay in registers. The limits are a quarter above powers of two: contexts are powers of two
-// and a few tokens. 8256 entries: 512 x 17 5.3 us, 1024 x 10 5.8.
+// Rows of up to 16896 entries stay in registers. The limits are a quarter above powers of two: contexts are powers of
+// two and a few tokens. 8256 entries: 512 x 17 5.3 us, 1024 x 10 5.8.
 template <typename T>
 void launch_by_length(const Arguments& arguments, dim3 grid, cudaStream_t stream) {
   if (arguments.N <= 768) return launch<T, 256, 3, true>(arguments, grid, stream);
