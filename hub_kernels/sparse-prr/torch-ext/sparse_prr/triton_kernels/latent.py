@@ -184,8 +184,9 @@ def latent_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """As the reference. `predicted` and `held` aren't looked at: reading a listed row again is as fast as finding it
-    among what is held, and gives the same bits. How queries are split, or batched, changes no bit either."""
+    """As the reference. `predicted` and `held` aren't looked at: a listed row would have to be found among what is held
+    before it is read there, and reading it again gives the same bits. How queries are split, or batched, changes no
+    bit either."""
     batch, queries, heads, _ = query.shape
     channels, rotated, slots = latents.shape[2], ropes.shape[2], tokens.shape[2]
     result = query.new_empty((batch, queries, heads, channels), dtype=torch.float32)
