@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from .bench import CORRELATION
+from .bundled.reference import ascending
 
 _AT_ONCE = 2**24  # entries that the oracle sorts at a time: fp64 keys and int64 indices
 _STEP = {"previous": CORRELATION, "other": 0.0}  # correlation with the timed row, of the normal variables behind both
@@ -63,6 +64,11 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def written(share: float) -> str:
+    """As it is read back, to the last digit."""
+    return repr(share).removesuffix(".0")
+
+
 def takes_threshold(kernels: ModuleType) -> bool:
     """Whether these kernels can start a top-k from a score."""
     return hasattr(kernels, "topk_threshold") and "threshold" in signature(kernels.gvr_topk).parameters
@@ -83,13 +89,6 @@ def best(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> torch.Te
         past = torch.arange(k, device=key.device) >= real.sum(dim=1, keepdim=True)
         found.append(order.masked_fill(past, -1).to(torch.int32))
     return torch.cat(found)
-
-
-def ascending(winners: torch.Tensor) -> torch.Tensor:
-    """[R, k] with -1 last."""
-    last = torch.iinfo(winners.dtype).max
-    ordered = winners.masked_fill(winners < 0, last).sort(dim=1).values
-    return ordered.masked_fill(ordered == last, -1)
 
 
 class Rows:
@@ -183,5 +182,5 @@ def strategies_of(kernels: ModuleType, wanted: Sequence[str] | None, overlaps: S
         if name in _THRESHOLDS and not able:
             raise ValueError(f"strategies: expected kernels with topk_threshold for {name!r}, got some without it")
     names = wanted or [name for name in STRATEGIES if able or name not in _THRESHOLDS]
-    previous = [f"previous {repr(overlap).removesuffix('.0')}" for overlap in overlaps]
+    previous = [f"previous {written(overlap)}" for overlap in overlaps]
     return [each for name in names for each in (previous if name == "previous" else [name])]

@@ -215,7 +215,8 @@ def decode_step(
         with overlap.beside():
             speculative = attention.speculate(early)
 
-    hints = plan.hint in ("predicted", "previous") and prior is not None
+    remembers = plan.hint in ("predicted", "previous")  # the top-k starts from what the last token left
+    hints = remembers and prior is not None
     foreseen = hints and plan.hint == "predicted" and plan.predicted_blocks > 0
     previous = prior.winners if hints and not foreseen and prior is not None else None
     selection = attention.select(predicted if foreseen else None, previous)
@@ -226,7 +227,7 @@ def decode_step(
         attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
     with overlap.beside():
-        threshold = attention.threshold_after(selection) if plan.hint in ("predicted", "previous") else None
+        threshold = attention.threshold_after(selection) if remembers else None
         importance = _update(layer, token, selection, kernels, ema, threshold)
         numbers = _count(statistics, layer_idx, layer, selection)
         kernels.tally(

@@ -105,7 +105,7 @@ class LatentAttention:
         token, topk = self.token, self.layer.plan.blocks
         hint = predicted if previous is None else previous + (previous >= 0).int()  # as far back as they were
         prior = self.layer.memory.prior
-        threshold = None if hint is None or prior is None else prior.threshold
+        threshold = None if prior is None else prior.threshold
         attended, scores = select_tokens(
             self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint, threshold=threshold
         )

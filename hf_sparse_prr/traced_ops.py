@@ -211,7 +211,7 @@ def gvr_topk(
 
 
 @gvr_topk.register_fake
-def _(
+def _chosen(
     kernels: str,
     scores: Tensor,
     k: int,
@@ -240,17 +240,11 @@ def gvr_topk_stats(
 
 @gvr_topk_stats.register_fake
 def _(
-    kernels: str,
-    scores: Tensor,
-    k: int,
-    hint: Tensor | None = None,
-    lengths: Tensor | None = None,
-    threshold: Tensor | None = None,
+    kernels: str, scores: Tensor, k: int, *guesses: Tensor | None, **named: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_topk_arguments(scores, k, hint, lengths, threshold)
     rows = scores.shape[0]
     fallback = scores.new_empty(rows, dtype=torch.bool)
-    return _ids(scores, rows, k), _ids(scores, rows), _ids(scores, rows), fallback
+    return _chosen(kernels, scores, k, *guesses, **named), _ids(scores, rows), _ids(scores, rows), fallback
 
 
 @custom_op("hf_sparse_prr::topk_threshold", mutates_args=())

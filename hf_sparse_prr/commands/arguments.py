@@ -38,7 +38,7 @@ def rate_of(text: str) -> float | None:
 
 
 def words_of(option: str, texts: list[str] | None) -> list[str]:
-    """Of an option that is repeated, or has commas; each once. None if it wasn't given."""
+    """Of an option that is repeated, or has commas; each once; none if it wasn't given."""
     words = [word for text in texts or () for word in text.split(",") if word]
     if texts and not words:
         raise CommandError(f"{option}: expected at least one, got {','.join(texts)!r}", EXIT_USAGE)

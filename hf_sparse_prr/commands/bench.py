@@ -18,7 +18,7 @@ from hf_sparse_prr.bench_indexed import bench_indexed
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
 from hf_sparse_prr.bench_topk import CACHES, FULL, OVERLAPS, bench_topk, default_grid
 from hf_sparse_prr.bench_topk import check_arguments as check_topk
-from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES
+from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES, written
 from hf_sparse_prr.commands import topk_tables
 from hf_sparse_prr.commands.arguments import (
     check_device,
@@ -303,7 +303,7 @@ def topk(
         list[str] | None,
         typer.Option(
             help=f"Of the previous step's winners with the right ones, 0 to 1; {_LIST}.",
-            show_default=",".join(f"{each:g}" for each in OVERLAPS),
+            show_default=",".join(map(written, OVERLAPS)),
         ),
     ] = None,
     strategies: Annotated[
@@ -359,7 +359,7 @@ def topk(
             raise CommandError(error, EXIT_USAGE) from error
         options = {
             "n": lengths, "k": winners, "rows": batches, "dtype": dtype, "device": device, "scores": scores,
-            "overlap": [repr(each).removesuffix(".0") for each in overlaps], "strategies": names, "cache": cache,
+            "overlap": [written(each) for each in overlaps], "strategies": names, "cache": cache,
             "kernels": kernels, "rounds": found["rounds"], "limit-time": limit_time, "ragged": ragged or None,
             "ablation": ablation or None,
         }  # fmt: skip

@@ -183,3 +183,13 @@ def test_candidates_give_the_results_of_the_defaults(tune, tuned, monkeypatch, o
     assert chosen[op].refused == []
     path = leave(tuned, json.dumps(tune.document(GPU, chosen)))
     assert tuned.read(path) == tuned.DEFAULTS
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton kernels that run")
+def test_ways_are_measured_on_rows_with_and_without_a_threshold(tune):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = tune.cases_of("ways", device, contexts=(64, 128))
+    assert len(cases) == 32
+    for columns in (8, 16, 64, 128):
+        plain, guessed = (cases[f"4 x {columns}{name}"] for name in ("", ", threshold"))
+        assert torch.equal(plain[0](), guessed[0]())

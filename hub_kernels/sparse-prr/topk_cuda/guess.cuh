@@ -36,17 +36,17 @@ struct Stream {
   Arguments row;           // selected and forced are null; batch_stride is 0
   const float* threshold;  // [rows, 1 or 2], or null
   int64_t threshold_stride;
-  bool reaches;  // the second number says how far up its candidates lie
-  const int64_t* hint;     // [rows, M], or null
+  bool reaches;         // the second number says how far up its candidates lie
+  const int64_t* hint;  // [rows, M], or null
   int64_t hint_stride;
   int M;
-  float* aim;         // [rows, 2], or null: the threshold as a score, and the best of the sample
-  Guess* guesses;  // [rows]
+  float* aim;      // [rows, 2], or null: the threshold as a score, and the best of the sample
+  Guess* guesses;  // [rows], or null: made where they are needed
   int tile, tiles, kept;
   int* counts;     // [rows, tiles]: a tile's candidates, also those that `entries` has no room for
   uint2* entries;  // [rows, tiles, kept]: key and index of a tile's first candidates, in index order
   uint2* lists;    // [rows, CAPACITY]: of all candidates, where they don't fit in registers as they come
-  bool* fallback;  // [rows], or null: the whole row was searched
+  bool* fallback;  // [rows]: the guess was bad, and the row was read again
 };
 
 // The key of row r's known threshold.
@@ -152,8 +152,8 @@ __device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THRE
 
 // The guess for a row by a block of THREADS that samples ITEMS entries a thread, half of them to verify what is known.
 // `given()` is its key, called where `known`; 0: nothing after all. Ends with the histogram empty.
-template <typename T, int THREADS, int ITEMS, typename Given>
-__device__ Guess guess(const T* row, int k, int N, int limit, bool known, Given given, Shared<THREADS / 32>& shared) {
+template <typename T, int THREADS, int ITEMS, typename Known>
+__device__ Guess guess(const T* row, int k, int N, int limit, bool known, Known given, Shared<THREADS / 32>& shared) {
   if (known) {
     Sample<T, THREADS, ITEMS / 2> few;
     few.load(row, N);

@@ -20,9 +20,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Starts before the kernel ahead of it in the stream has ended and waits on the GPU: saves 0.5 to 0.8 us an edge.
-template <typename Arguments>
-void launch_early(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, cudaStream_t stream,
-                  const Arguments& arguments) {
+template <typename Parameters>
+void launch_early(void (*kernel)(Parameters), dim3 grid, int threads, int bytes, cudaStream_t stream,
+                  const Parameters& parameters) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -33,7 +33,7 @@ void launch_early(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, 
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments));
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, parameters));
 }
 
 inline cudaStream_t stream_of(const Tensor& tensor) {

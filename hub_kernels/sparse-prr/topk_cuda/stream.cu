@@ -75,8 +75,8 @@ int tile_of(int64_t rows, int64_t N) {
   return static_cast<int>(std::min(std::max((share + step - 1) / step, int64_t{1}) * step, most));
 }
 
-Stream stream_of(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
-                 const std::optional<Tensor>& lengths) {
+Stream into(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
+            const std::optional<Tensor>& lengths) {
   Stream s{};
   s.row = arguments_of(scores, lengths, indices.dim() == 2 ? indices.size(1) : -1);
   const int64_t rows = scores.size(0);
@@ -110,7 +110,7 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
                  std::optional<Tensor> lengths, std::optional<Tensor> threshold, std::optional<Tensor> hint,
                  int64_t way) {
   const int64_t rows = scores.size(0), N = scores.size(1);
-  Stream s = stream_of(indices, candidates, fallback, scores, lengths);
+  Stream s = into(indices, candidates, fallback, scores, lengths);
   const bool tiled = way != 3, apart = way == 2 || N > LONGEST_SAMPLED;
   STD_TORCH_CHECK(way >= 1 && way <= 3, "way: expected 1 to 3, got ", way);
   STD_TORCH_CHECK(!tiled || (rows <= 65535 && N <= int64_t{4096} * MAX_TILES), "too many rows or entries: ", rows,
@@ -155,7 +155,7 @@ void topk_candidates(const Tensor& indices, const Tensor& candidates, const Tens
                      std::optional<Tensor> lengths, const Tensor& threshold, const Tensor& counts,
                      const Tensor& entries) {
   const int64_t rows = scores.size(0), N = scores.size(1), tiles = counts.dim() == 2 ? counts.size(1) : -1;
-  Stream s = stream_of(indices, candidates, fallback, scores, lengths);
+  Stream s = into(indices, candidates, fallback, scores, lengths);
   take_threshold(s, threshold, scores);
   check_output(counts, ScalarType::Int, scores, "counts");
   check_output(entries, ScalarType::Int, scores, "entries");

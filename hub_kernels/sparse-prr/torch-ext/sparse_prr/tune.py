@@ -216,7 +216,8 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Choice]:
     """Every op's choice on a device. `progress` is told the op, how many are done, and of how many."""
-    candidates = CANDIDATES if candidates is None else candidates
+    if candidates is None:  # there is but one way without compiled kernels
+        candidates = {op: values for op, values in CANDIDATES.items() if op != "ways" or cuda_kernels.AVAILABLE}
     chosen = {}
     index = torch.empty(0, device=device).get_device()
     for done, (op, values) in enumerate(candidates.items()):

@@ -34,6 +34,10 @@ def _with_unit_stride(scores: torch.Tensor) -> torch.Tensor:
     return scores if scores.stride(-1) == 1 or scores.shape[-1] < 2 else scores.contiguous()
 
 
+def _integers(lengths: torch.Tensor | None) -> torch.Tensor | None:
+    return lengths if lengths is None or lengths.dtype in (torch.int32, torch.int64) else lengths.int()
+
+
 def gvr_topk(
     scores: torch.Tensor,
     k: int,
@@ -54,9 +58,7 @@ def gvr_topk(
     indices = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     candidates = torch.empty(rows, dtype=torch.int32, device=scores.device)
     fallback = torch.empty(rows, dtype=torch.bool, device=scores.device)
-    if lengths is not None and lengths.dtype not in (torch.int32, torch.int64):
-        lengths = lengths.int()
-    scores = _with_unit_stride(scores)
+    lengths, scores = _integers(lengths), _with_unit_stride(scores)
     if way == ROW:
         ops.gvr_topk(indices, candidates, scores, lengths)
     else:
@@ -76,9 +78,7 @@ def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None
     """As the reference, within the width of a bin; a block a row."""
     check_topk_arguments(scores, k, None, lengths)
     threshold = torch.empty((scores.shape[0], 2), dtype=torch.float32, device=scores.device)
-    if lengths is not None and lengths.dtype not in (torch.int32, torch.int64):
-        lengths = lengths.int()
-    ops.topk_threshold(threshold, _with_unit_stride(scores), k, lengths)
+    ops.topk_threshold(threshold, _with_unit_stride(scores), k, _integers(lengths))
     return threshold
 
 

@@ -91,6 +91,11 @@ def sampled_threshold(keys: torch.Tensor, k: int, size: int = 2048) -> torch.Ten
     return torch.where(chosen == INVALID, everything, key_scores(chosen))
 
 
+def telling(threshold: torch.Tensor) -> torch.Tensor:
+    """A threshold of -inf leaves everything, and tells nothing: NaN."""
+    return threshold.masked_fill(threshold == float("-inf"), float("nan"))
+
+
 def _secant(seen: Guess, first: torch.Tensor, count: torch.Tensor, k: int, hints: int) -> torch.Tensor:
     """The second threshold, fp32: between the first and the hint's minimum or maximum, where a straight line through
     their counts meets k. The counts at those ends are invented (5/4 of the hints, and 1), as published."""
@@ -118,7 +123,7 @@ def verify(keys: torch.Tensor, k: int, seen: Guess, hints: int, buffer: int) -> 
         torch.zeros(rows, dtype=torch.bool, device=keys.device),
     )
     done = torch.zeros_like(found.plateau)
-    sampled = sampled_threshold(keys, k)[:, 0]  # also where a guess is known to miss
+    sampled = telling(sampled_threshold(keys, k)[:, 0])  # where nothing else is known, or it is known to miss
     steps = [torch.where(seen.mean.isfinite(), seen.mean, seen.high)]  # an infinity among the hints: try the largest
     for step in range(36):
         active = ((high > low) & ~done).nonzero().flatten()

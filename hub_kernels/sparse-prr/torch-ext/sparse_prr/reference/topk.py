@@ -4,7 +4,19 @@ from typing import NamedTuple
 
 import torch
 
-from .gvr import INVALID, Guess, buffer_size, collect, fill, guess, order_keys, refine, sampled_threshold, verify
+from .gvr import (
+    INVALID,
+    Guess,
+    buffer_size,
+    collect,
+    fill,
+    guess,
+    order_keys,
+    refine,
+    sampled_threshold,
+    telling,
+    verify,
+)
 
 _SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -108,12 +120,10 @@ def gvr_topk(
         winners = refine(keys, k)
         found = None
     else:
-        if threshold is None and hint is not None and hint.shape[1]:
-            seen, hints = guess(keys, hint), hint.shape[1]
+        if threshold is None:
+            seen, hints = guess(keys, hint), 0 if hint is None else hint.shape[1]
         else:
-            least = sampled_threshold(keys, k) if threshold is None else threshold
-            least = least if least.dim() == 1 else least[:, 0]
-            least = least.masked_fill(least == float("-inf"), float("nan"))  # no guess
+            least = telling(threshold if threshold.dim() == 1 else threshold[:, 0])
             seen, hints = Guess(least, least, least), k
         found = verify(keys, k, seen, hints, buffer)
         kept = keys.masked_fill(found.plateau[:, None], INVALID)
