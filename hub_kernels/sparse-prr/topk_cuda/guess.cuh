@@ -40,7 +40,7 @@ struct Stream {
   const int64_t* hint;  // [rows, M], or null
   int64_t hint_stride;
   int M;
-  float* aim;      // [rows, 2], or null: the threshold as a score, and the best of the sample
+  float* aim;      // [rows, 2]: of `threshold_row`, the threshold as a score and the best of the sample
   Guess* guesses;  // [rows], or null: made where they are needed
   int tile, tiles, kept;
   int* counts;     // [rows, tiles]: a tile's candidates, also those that `entries` has no room for
@@ -86,8 +86,9 @@ struct Sample {
   }
 };
 
-// Entries to aim at, so that SIGMAS standard deviations of what the sample says still leave k: a threshold with the
-// share p of the sample above it has N p +- sqrt(N p N/SIZE) entries above it. At 3.5 one row in 4300 has too few.
+// Entries to aim at, so that SIGMAS standard deviations of what a sample of every spacing-th entry says still leave k: a
+// threshold with the share p of the sample above it has N p +- sqrt(N p spacing) entries above it. At 3.5 one row in
+// 4300 has too few.
 __device__ inline float target_of(int k, float spacing) {
   constexpr float SIGMAS = 3.5f;
   const float half = 0.5f * SIGMAS * sqrtf(spacing), root = half + sqrtf(half * half + static_cast<float>(k));
@@ -108,12 +109,12 @@ __device__ inline int shift_beyond(uint32_t low, uint32_t top, int k, float spac
   return shift_of(low, top) + (static_cast<float>(k) < 4.0f * spacing);
 }
 
-// The key of the sample that leaves about `target_of` entries: the lower edge of a bin that holds few of the sample. 1
-// if the sample has too few entries.
+// The key of the sample that leaves about `target` entries: the lower edge of a bin that holds few of the sample. 1 if
+// the sample has too few entries.
 template <int THREADS, typename Row>
-__device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>& shared) {
+__device__ Guess order_statistic(Row& sample, float target, int k, int N, Shared<THREADS / 32>& shared) {
   const float spacing = static_cast<float>(N) / Row::SIZE;  // below 1 where entries come several times
-  int need = max(static_cast<int>(target_of(k, spacing) / spacing), 1);
+  int need = max(static_cast<int>(target / spacing), 1);
   uint32_t low, high;
   bound<THREADS>(sample, need, shared, low, high);
   if (high == 0) return {1, 32, 0};
@@ -132,8 +133,8 @@ __device__ Guess order_statistic(Row& sample, int k, int N, Shared<THREADS / 32>
   }
 }
 
-// What a sample says of a given key: the guess that it is, if it leaves between k and CAPACITY entries; else key 0. At
-// least a standard deviation of the sample above k: what turns out to be too high costs a search of the whole row.
+// What a sample says of a given key: the guess that it is, if it leaves between k and CAPACITY entries; else key 0. The
+// sample is too small to tell k from 1.2 k, and what is given is as a rule better than it.
 template <int THREADS, typename Row>
 __device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THREADS / 32>& shared) {
   int own = 0;
@@ -146,7 +147,7 @@ __device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THRE
   if (threadIdx.x % 32 == 0) shared.high[threadIdx.x / 32] = top;
   const float spacing = static_cast<float>(N) / Row::SIZE, left = spacing * total_of<THREADS>(own, shared);
   top = __reduce_max_sync(ALL, threadIdx.x % 32 < THREADS / 32 ? shared.high[threadIdx.x % 32] : 0u);
-  const bool good = left >= k + sqrtf(k * spacing) && left <= 0.85f * CAPACITY;
+  const bool good = left >= k && left <= 0.85f * CAPACITY;
   return {good ? given : 0u, shift_beyond(given, top, k, spacing), top};
 }
 
@@ -168,13 +169,36 @@ __device__ Guess guess(const T* row, int k, int N, int limit, bool known, Known 
   Sample<T, THREADS, ITEMS> sample;
   sample.load(row, N);
   sample.rank(N, limit);
-  return order_statistic<THREADS>(sample, k, N, shared);
+  return order_statistic<THREADS>(sample, target_of(k, static_cast<float>(N) / sample.SIZE), k, N, shared);
+}
+
+// The key of the mean of the finite scores that row r's hint points at; 0: there are none.
+template <typename T, int THREADS>
+__device__ uint32_t mean_of_hint(const Stream& s, int64_t r, const T* row, int limit, Shared<THREADS / 32>& shared) {
+  float own = 0.0f;
+  int valid = 0;
+  for (int m = threadIdx.x; m < s.M; m += THREADS) {
+    const int64_t at = s.hint[r * s.hint_stride + m];
+    const float score = at >= 0 && at < limit ? value(row[at]) : NAN;
+    if (fabsf(score) < INFINITY) {
+      own += score;
+      ++valid;
+    }
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) own += __shfl_xor_sync(ALL, own, step);
+  if (threadIdx.x % 32 == 0) shared.low[threadIdx.x / 32] = __float_as_uint(own);
+  valid = total_of<THREADS>(valid, shared);  // its barrier is theirs
+  float sum = 0.0f;
+  for (int warp = 0; warp < THREADS / 32; ++warp) sum += __uint_as_float(shared.low[warp]);
+  __syncthreads();
+  return valid ? key_of(sum / valid) : 0u;
 }
 
 // One block a row writes the row's guess, where there are too many rows for each block of `collect` to sample for
 // itself.
 template <typename T, int THREADS, int ITEMS>
-__global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
+__global__ void __launch_bounds__(THREADS, 1) guess_row(const __grid_constant__ Stream s) {
   __shared__ Shared<THREADS / 32> shared;
   clear<THREADS>(shared);
   cudaGridDependencySynchronize();
@@ -183,35 +207,30 @@ __global__ void __launch_bounds__(THREADS, 1) guess_row(const Stream s) {
   const int64_t r = blockIdx.x;
   const T* row = static_cast<const T*>(s.row.scores) + r * s.row.head_stride;
   const int limit = limit_of(s.row, r);
-  auto mean_of_hint = [&] {
-    float own = 0.0f;
-    int valid = 0;
-    for (int m = threadIdx.x; m < s.M; m += THREADS) {
-      const int64_t at = s.hint[r * s.hint_stride + m];
-      const float score = at >= 0 && at < limit ? value(row[at]) : NAN;
-      if (fabsf(score) < INFINITY) {
-        own += score;
-        ++valid;
-      }
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) own += __shfl_xor_sync(ALL, own, step);
-    if (threadIdx.x % 32 == 0) shared.low[threadIdx.x / 32] = __float_as_uint(own);
-    valid = total_of<THREADS>(valid, shared);  // its barrier is theirs
-    float sum = 0.0f;
-    for (int warp = 0; warp < THREADS / 32; ++warp) sum += __uint_as_float(shared.low[warp]);
-    __syncthreads();
-    return valid ? key_of(sum / valid) : 0u;
-  };
   const Guess found = guess<T, THREADS, ITEMS>(
       row, s.row.k, s.row.N, limit, s.threshold || s.hint,
-      [&] { return s.threshold ? Given{s, r}() : mean_of_hint(); }, shared);
+      [&] { return s.threshold ? Given{s, r}() : mean_of_hint<T, THREADS>(s, r, row, limit, shared); }, shared);
+  if (threadIdx.x == 0) s.guesses[r] = found;
+}
+
+// The same for scores to come, as scores. Beside attention there is time for a larger sample than a guess has, which
+// leaves its error out of the margin; what remains is for what changes until then.
+template <typename T, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS, 1) threshold_row(const __grid_constant__ Stream s) {
+  __shared__ Shared<THREADS / 32> shared;
+  clear<THREADS>(shared);
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  const int64_t r = blockIdx.x;
+  Sample<T, THREADS, ITEMS> sample;
+  sample.load(static_cast<const T*>(s.row.scores) + r * s.row.head_stride, s.row.N);
+  sample.rank(s.row.N, limit_of(s.row, r));
+  const float spacing = fminf(s.row.N / 2048.0f, 48.0f);  // of samples that verify it
+  const Guess found = order_statistic<THREADS>(sample, target_of(s.row.k, spacing), s.row.k, s.row.N, shared);
   if (threadIdx.x != 0) return;
-  if (s.guesses) s.guesses[r] = found;
-  if (s.aim) {
-    s.aim[2 * r] = lowest(found);
-    s.aim[2 * r + 1] = found.top ? score_of(found.top) : -INFINITY;
-  }
+  s.aim[2 * r] = lowest(found);
+  s.aim[2 * r + 1] = found.top ? score_of(found.top) : -INFINITY;
 }
 
 }  // namespace sparse_prr

@@ -56,7 +56,8 @@ inline void check_output(const Tensor& output, ScalarType type, const Tensor& sc
 inline void check_scores(const Tensor& scores, int64_t dims) {
   STD_TORCH_CHECK(scores.is_cuda() && scores.dim() == dims, "scores: expected ", dims, " dimensions on a CUDA device");
   const int64_t N = scores.size(dims - 1);
-  STD_TORCH_CHECK(N < INT_MAX / 2 && (N <= 1 || scores.stride(dims - 1) == 1), "scores: expected rows with stride 1");
+  STD_TORCH_CHECK(N < INT_MAX / 2 && (N <= 1 || scores.numel() == 0 || scores.stride(dims - 1) == 1),
+                  "scores: expected rows with stride 1");
 }
 
 // Scores [rows, N] and their lengths.

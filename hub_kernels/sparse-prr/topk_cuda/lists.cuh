@@ -71,8 +71,10 @@ __device__ void write(List<ITEMS>& list, int first, int need, int inside, uint32
   const bool before = own >= cut && static_cast<int>(~static_cast<uint32_t>(own)) < first;
   int slot = __reduce_add_sync(ALL, lane < warp ? shared.above[lane] : 0) + __popc(__ballot_sync(ALL, before));
   const unsigned below = (1u << lane) - 1;
+  const uint32_t least = static_cast<uint32_t>(cut >> 32);
+  const int last = static_cast<int>(~static_cast<uint32_t>(cut));
   list.each([&](uint32_t key, int index) {
-    const bool chosen = ordered(key, index) >= cut;
+    const bool chosen = key > least || (key == least && index <= last);
     const unsigned votes = __ballot_sync(ALL, chosen);
     if (chosen) winners[slot + __popc(votes & below)] = index;
     slot += __popc(votes);

@@ -12,6 +12,7 @@ from .topk import gvr_topk, order_key
 
 TOKENS = 128  # columns that are held at a time; half of them in fp32
 TILES = 256  # of a row at most, where one query asks: all of them run at once, and the next kernel starts the sooner
+_WARPS, _STAGES = 4, 3
 _QUERIES = 16  # of a program, where there are more than one: keys are read once for all of them
 
 
@@ -26,48 +27,72 @@ class Candidates(NamedTuple):
 
 
 @triton.jit
+def _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP: tl.constexpr, EP: tl.constexpr):
+    """Of query j: its heads [IP, EP] and their weights, and the column that ends what it sees."""
+    i, e = tl.arange(0, IP), tl.arange(0, EP)
+    inside = (i < I)[:, None] & (e < E)[None, :]
+    x = tl.load(query + j * q_q + (i[:, None] * q_i + e[None, :] * q_e), mask=inside, other=0.0)
+    w = tl.load(weights + j * w_q + i * w_i, mask=i < I, other=0.0)
+    return x, w, tl.minimum(tl.load(end + j * e_q).to(tl.int64), T)
+
+
+@triton.jit
+def _scored(k, x, w, seen, scale, I, IP: tl.constexpr):
+    """Scores of keys [BT, EP]; NaN where not seen."""
+    logits = tl.dot(k, tl.trans(x), input_precision="ieee") * scale
+    logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    # A head that isn't there has 0 as its product with an infinite key's, NaN
+    score = tl.sum(tl.where((tl.arange(0, IP) < I)[None, :], logits * w[None, :], 0.0), axis=1)
+    return tl.where(seen, score, float("nan"))
+
+
+@triton.jit
 def _index(
     query, weights, keys, valid, end, scores, threshold, counts, entries, T, Q, tile, scale,
     q_b, q_q, q_i, q_e, w_b, w_q, w_i, k_b, k_t, k_e, m_b, m_t, e_b, e_q, t_b,
     I: tl.constexpr, E: tl.constexpr, IP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
     EMITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`tile` columns, BT at a time, for BQ queries: keys are the rows of the product and index heads its columns."""
+    """`tile` columns, BT at a time, for BQ queries: keys are the rows of the product and index heads its columns.
+
+    One query has a loop of its own: keys are loaded ahead in the innermost one only."""
     wait_for_previous(PDL)
     b, asked = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64) * BQ
-    t, i, e = tl.arange(0, BT), tl.arange(0, IP), tl.arange(0, EP)
-    ask, inside = i[:, None] * q_i + e[None, :] * q_e, (i < I)[:, None] & (e < E)[None, :]
+    t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
     query += b * q_b + asked * q_q
     weights += b * w_b + asked * w_q
     end += b * e_b + asked * e_q
-    entries += (b * tl.num_programs(0) + tl.program_id(0)) * tile * 2
-    found = tl.full([], 0, tl.int32)
-    for begin in range(0, tile, BT):
-        first = tl.program_id(0).to(tl.int64) * tile + begin
-        held = first + t < T
-        bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
-        k = tl.load(
-            keys + b * k_b + first * k_t + (t[:, None] * k_t + e[None, :] * k_e), mask=held[:, None] & (e < E)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        for j in range(min(BQ, Q - asked)):
-            x = tl.load(query + j * q_q + ask, mask=inside, other=0.0)
-            w = tl.load(weights + j * w_q + i * w_i, mask=i < I, other=0.0)
-            limit = tl.minimum(tl.load(end + j * e_q).to(tl.int64), T)
-            logits = tl.dot(k, tl.trans(x), input_precision="ieee") * scale
-            logits = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            # A head that isn't there has 0 as its product with an infinite key's, NaN
-            score = tl.sum(tl.where((i < I)[None, :], logits * w[None, :], 0.0), axis=1)
-            score = tl.where((first + t < limit) & (bits != 0), score, float("nan"))
-            tl.store(scores + (b * Q + asked + j) * T + first + t, score, mask=held)
+    keys += b * k_b
+    scores += (b * Q + asked) * T
+    if BQ == 1:
+        x, w, limit = _asked(query, weights, end, 0, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
+        entries += (b * tl.num_programs(0) + tl.program_id(0)) * tile * 2
+        found = tl.full([], 0, tl.int32)
+        for begin in range(0, tile, BT):
+            first = tl.program_id(0).to(tl.int64) * tile + begin
+            held = first + t < T
+            bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
+            k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+            score = _scored(k, x, w, (first + t < limit) & (bits != 0), scale, I, IP)
+            tl.store(scores + first + t, score, mask=held)
             if EMITS:
                 hit = held & (score >= tl.load(threshold + b * t_b))
                 slot = found + tl.cumsum(hit.to(tl.int32), axis=0) - 1
                 tl.store(entries + 2 * slot, order_key(score).to(tl.int32, bitcast=True), mask=hit)
                 tl.store(entries + 2 * slot + 1, (first + t).to(tl.int32), mask=hit)
                 found += tl.sum(hit.to(tl.int32), axis=0)
-    if EMITS:
-        tl.store(counts + b * tl.num_programs(0) + tl.program_id(0), found)
+        if EMITS:
+            tl.store(counts + b * tl.num_programs(0) + tl.program_id(0), found)
+    else:
+        for begin in range(0, tile, BT):
+            first = tl.program_id(0).to(tl.int64) * tile + begin
+            held = first + t < T
+            bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
+            k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+            for j in range(min(BQ, Q - asked)):
+                x, w, limit = _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
+                score = _scored(k, x, w, (first + t < limit) & (bits != 0), scale, I, IP)
+                tl.store(scores + j * T + first + t, score, mask=held)
 
 
 def score_tokens(
@@ -100,7 +125,7 @@ def score_tokens(
         query, weights, keys, valid, end, scores, *emitted, columns, queries, tile, scale,
         *query.stride(), *weights.stride(), *keys.stride(), *valid.stride(), *end.stride(), emitted[0].stride(0),
         I=heads, E=dim, IP=padded(heads), EP=padded(dim), BT=part, BQ=together, EMITS=candidates is not None,
-        **options(query, num_warps=4),
+        **options(query, num_warps=_WARPS, num_stages=_STAGES),
     )  # fmt: skip
     return scores, candidates
 
