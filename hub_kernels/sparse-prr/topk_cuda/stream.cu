@@ -46,15 +46,17 @@ void launch_threshold(const Stream& s, int64_t rows, cudaStream_t stream) {
   return launch_early(threshold_row<T, 1024, 32>, grid, 1024, 0, stream, s);
 }
 
-// Tiles of few rows are worked on by more threads: a block's latency counts, not its instructions. A sample of 2048 as a
-// rule: all blocks read it, and of 4096 that took 0.3 us longer than the candidates more that the smaller one leaves.
+// Tiles of few rows are worked on by more threads: a block's latency counts, not its instructions. They sample 2048
+// entries: all blocks read the same ones, and 4096 took 0.3 us longer than the candidates more that the smaller one
+// leaves.
 template <typename T>
 void launch_collect(const Stream& s, bool samples, int64_t rows, cudaStream_t stream) {
   const dim3 grid(s.tiles, static_cast<unsigned>(rows));
   auto go = [&](auto kernel, int threads) { launch_early(kernel, grid, threads, 0, stream, s); };
   switch (s.tile) {
-    case 512: return samples ? go(collect<T, 256, 2, 8>, 256) : go(collect<T, 256, 2, 0>, 256);
-    case 1024: return samples ? go(collect<T, 256, 4, 8>, 256) : go(collect<T, 256, 4, 0>, 256);
+    case 256: return samples ? go(collect<T, 256, 1, 8>, 256) : go(collect<T, 256, 1, 0>, 256);
+    case 512: return samples ? go(collect<T, 512, 1, 4>, 512) : go(collect<T, 256, 2, 0>, 256);
+    case 1024: return samples ? go(collect<T, 512, 2, 4>, 512) : go(collect<T, 256, 4, 0>, 256);
     case 2048: return samples ? go(collect<T, 512, 4, 4>, 512) : go(collect<T, 256, 8, 0>, 256);
     case 4096: return samples ? go(collect<T, 512, 8, 4>, 512) : go(collect<T, 256, 16, 0>, 256);
     default: return go(collect<T, 1024, 8, 0>, 1024);
@@ -75,12 +77,13 @@ void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t strea
   return launch_with_lists<stream_row<T, 32>>(s, rows, STREAM_THREADS, device, stream);
 }
 
-// Entries of a tile, a power of two: what a block has threads for. One row alone is shared by all multiprocessors;
-// `refine` keeps what 128 tiles (or 32, of more candidates each) leave in registers.
+// Entries of a tile, a power of two: what a block has threads for. 32 tiles a row, of which `refine` keeps more
+// candidates each in registers; few rows alone are shared by all multiprocessors.
 int tile_of(int64_t rows, int64_t N) {
-  const int64_t tiles = rows > FEW_ROWS ? 32 : 128, most = rows > FEW_ROWS ? 4096 : 8192;
-  int64_t tile = 512;
-  while (tile < most && tile * tiles < N) tile *= 2;
+  const bool few = rows <= FEW_ROWS;
+  const int64_t most = few ? 8192 : 4096;
+  int64_t tile = 256;
+  while (tile < most && tile * (few && tile >= 1024 ? 128 : 32) < N) tile *= 2;
   return static_cast<int>(tile);
 }
 

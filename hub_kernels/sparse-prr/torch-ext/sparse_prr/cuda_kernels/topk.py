@@ -23,7 +23,9 @@ def way_of(scores: torch.Tensor, k: int, *, guessed: bool) -> int:
     """The fastest way. guessed: a threshold is known."""
     rows, columns = scores.shape
     limits = config("ways", scores)
-    if not 0 < k <= MOST or columns <= limits["ROW_GUESSED" if guessed else "ROW"] or columns > _LONGEST:
+    # For many rows a threshold saves too little: 64 rows of 8192 take 6.4 us whole, 8.9 collected
+    whole = limits["ROW_GUESSED" if guessed and rows <= limits["TILES"] else "ROW"]
+    if not 0 < k <= MOST or columns <= whole or columns > _LONGEST:
         return ROW
     if rows <= limits["TILES"]:
         return TILES

@@ -10,10 +10,10 @@ from .launch import options, wait_for_previous
 from .tile import padded
 from .topk import gvr_topk, order_key
 
-TOKENS = 128  # columns that are held at a time; half of them in fp32
+TOKENS = 64  # columns that are held at a time for one query, three times as many on their way
 TILES = 256  # of a row at most, where one query asks: all of them run at once, and the next kernel starts the sooner
-_WARPS, _STAGES = 4, 3
 _QUERIES = 16  # of a program, where there are more than one: keys are read once for all of them
+_WARPS = 4
 
 
 class Candidates(NamedTuple):
@@ -108,7 +108,7 @@ def score_tokens(
     batch, queries, heads, dim = query.shape
     columns = keys.shape[1]
     scores = torch.empty((batch, queries, columns), dtype=torch.float32, device=query.device)
-    part = TOKENS if keys.element_size() < 4 else TOKENS // 2
+    part = TOKENS if queries == 1 or keys.element_size() == 4 else 2 * TOKENS
     tile = part if queries > 1 else part * triton.cdiv(columns, TILES * part)
     tiles, candidates = triton.cdiv(columns, max(tile, 1)), None
     if threshold is not None:
@@ -125,7 +125,7 @@ def score_tokens(
         query, weights, keys, valid, end, scores, *emitted, columns, queries, tile, scale,
         *query.stride(), *weights.stride(), *keys.stride(), *valid.stride(), *end.stride(), emitted[0].stride(0),
         I=heads, E=dim, IP=padded(heads), EP=padded(dim), BT=part, BQ=together, EMITS=candidates is not None,
-        **options(query, num_warps=_WARPS, num_stages=_STAGES),
+        **options(query, num_warps=_WARPS, num_stages=4 if queries == 1 else 3),
     )  # fmt: skip
     return scores, candidates
 
