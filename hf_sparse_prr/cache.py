@@ -65,6 +65,7 @@ class SparseCache(Cache):
         self.statistics: Statistics | None = None
         self._prompt_length: int | None = None
         self._step: Step | None = None
+        self.on_device = False  # a decode step that reads lengths on the device alone is running (graph.py)
         if handle is not None:
             self.adopt(handle.config)
         if sparse_config is not None:
@@ -82,6 +83,11 @@ class SparseCache(Cache):
         if value is not None and (not is_int(value) or value < 0):
             raise ValueError(f"prompt_length: expected None or an int >= 0, got {value!r}")
         self._prompt_length = None if value is None else int(value)
+
+    @property
+    def step(self) -> Step | None:
+        """The last forward that the first layer of full attention has appended."""
+        return self._step
 
     def check_settings(self, config: SparseConfig) -> None:
         """ValueError where the cache was made for other settings."""

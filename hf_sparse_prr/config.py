@@ -82,6 +82,8 @@ class SparseConfig:
             With an indexer they always do.
         workspace: bytes that the prompt of a model with an indexer may take at a time, about, beside its cache and
             activations; its queries come in as many parts as that needs, of one query at least.
+        cuda_graph: generate() on an NVIDIA GPU replays the sparse layers of a decode step as a CUDA graph where they
+            can be captured; the report says what became of it.
     """
 
     selector: str = "auto"
@@ -102,6 +104,7 @@ class SparseConfig:
     group: str = "sum"
     sparse_prefill: bool = False
     workspace: int = 2**30
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -150,7 +153,7 @@ class SparseConfig:
             f"{_choices(KERNEL_SOURCES)}, a repo id, the path of a folder, or a module",
             self.kernels,
         )
-        for field in ("sparse_prefill", "strict", "trace"):
+        for field in ("cuda_graph", "sparse_prefill", "strict", "trace"):
             _expect(isinstance(getattr(self, field), bool), field, "a bool", getattr(self, field))
 
     def _check_choices(self) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import types
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,14 @@ import torch
 from transformers import GenerationMixin
 
 from .cache import SparseCache
+from .graph import decode_graph
 
 if TYPE_CHECKING:
     from .patching import PatchHandle
 
 MISSING = "missing"  # marks an instance attribute that wasn't there; a string, so that a pickled handle keeps it
-# Caches whose prompt length this generate() set, to be cleared when it ends; one list a call and thread
-_PREPARED: ContextVar[list[SparseCache] | None] = ContextVar("hf_sparse_prr_prepared", default=None)
+# What is to be undone when this generate() ends; one stack a call and thread
+_UNDONE: ContextVar[ExitStack | None] = ContextVar("hf_sparse_prr_undone", default=None)
 
 
 @cache
@@ -46,7 +48,7 @@ class _Hook:
 
 
 class GenerateHook(_Hook):
-    """Accepts `cache=` on every transformers, and clears `prompt_length`."""
+    """Accepts `cache=` on every transformers, and undoes at its end what was prepared for its cache."""
 
     __name__ = "generate"
 
@@ -61,14 +63,9 @@ class GenerateHook(_Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "cache" in kwargs and cache_argument() != "cache":
             kwargs["past_key_values"] = kwargs.pop("cache")
-        prepared: list[SparseCache] = []
-        token = _PREPARED.set(prepared)
-        try:
+        with ExitStack() as undone:
+            undone.callback(_UNDONE.reset, _UNDONE.set(undone))
             return self._stock()(*args, **kwargs)
-        finally:
-            _PREPARED.reset(token)
-            for held in prepared:
-                held.prompt_length = None
 
 
 class PrepareCacheHook(_Hook):
@@ -100,13 +97,16 @@ class PrepareCacheHook(_Hook):
         # On a GPU the forward over such a cache may be compiled: its layers can't say from there that they are stock
         if foreign and model._valid_auto_compile_criteria(model_kwargs, generation_config):
             self.handle.note_foreign(given)
-        prepared = _PREPARED.get()
-        if isinstance(given, SparseCache) and prepared is not None:
+        undone = _UNDONE.get()
+        if isinstance(given, SparseCache) and undone is not None:
             mask = model_kwargs.get("attention_mask")
             # transformers >= 5.18 drops a mask of ones and keeps its length
             length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
             given.prompt_length = length
-            prepared.append(given)
+            undone.callback(setattr, given, "prompt_length", None)
+            outputs = ("output_attentions", "output_hidden_states")
+            asks = any(getattr(each, name, None) for each in (generation_config, model.config) for name in outputs)
+            undone.enter_context(decode_graph(self.handle, given, asks or any(map(model_kwargs.get, outputs))))
             # A step reads host numbers, so a compiled one would be compiled anew for each token
             generation_config.disable_compile = True
 

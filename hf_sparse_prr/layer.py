@@ -138,6 +138,19 @@ class SparseLayer(CacheLayerMixin):
             selector.summarise(kernels, self.summaries, columns, self.plan)
             self.summarised = self.length
 
+    def append_on_device(self, kernels: Any, key: torch.Tensor, value: torch.Tensor, grid: Grid) -> None:
+        """Append one token [B, H, 1, D] to a buffer that has room, in the column before `grid.end`, and summarise it:
+        lengths are read on the device alone. `advance` tells the host."""
+        kernels.append_states(self.keys, self.values, key, value, grid.end)
+        columns = Columns(self.keys, *grid, 1)
+        SELECTORS[self.plan.selector].summarise(kernels, self.summaries, columns, self.plan)
+
+    def advance(self) -> None:
+        """A token was appended on the device, and the prior overwritten: a crop that undoes it leaves none."""
+        self.length += 1
+        self.summarised = self.length
+        self.memory.open(self.length)
+
     def forget_blocks(self) -> None:
         """The block grid or the validity of old columns changed: summaries and prior are made anew."""
         self.summarised = 0

@@ -17,7 +17,7 @@ from .hooks import HOOKS, MISSING, MaskHook, cache_argument, class_method
 from .indexed import indexer_of
 from .interface import check_implementation
 from .mixed import kinds_of, leader_of, other_layers
-from .report import LayerReport, Recorder, Report, TraceEntry
+from .report import GraphReport, LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class PatchHandle:
 
     def _start(self) -> None:
         self.recorder = Recorder(self.plans, self.config)
+        self.graphs = GraphReport()
         self.warnings: dict[str, str] = {}
         self.kernels = kernel_loader.resolve(self.config.kernels, self.config.strict)
         if self.kernels.fallback is not None:
@@ -200,6 +201,8 @@ class PatchHandle:
             notes.append("speculate='auto': off, there is no profile for this model and device")
         if self.indexer is not None and (idle := without_effect(self.config)):
             notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
+        if self.graphs.captured or self.graphs.reason:
+            notes.append(str(self.graphs))
         if self.config.semantics == "superset":
             predicts = any(plan.predicted_blocks for plan in self.plans)
             what = "predicted blocks are attended to as well, outputs differ from serial"

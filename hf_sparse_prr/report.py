@@ -50,6 +50,10 @@ class Statistics:
             held = self._numbers[layer] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return held
 
+    def held(self, layer: int) -> torch.Tensor | None:
+        """A layer's counters, None before its first token."""
+        return self._numbers[layer]
+
     def crop_trace(self, steps: int) -> None:
         """Tokens at and past decode step `steps` were dropped."""
         self.trace = [entry for entry in self.trace if entry.step < steps]
@@ -154,6 +158,22 @@ class Recorder:
             return self._last_ema[index]
         rows = [tuple(round(value, 6) for value in row) for row in used[-1].tolist()]
         return rows[0] if len(set(rows)) == 1 else rows
+
+
+@dataclass
+class GraphReport:
+    """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last one keeps.  reason: why
+    there are none, or no more."""
+
+    captured: int = 0
+    replayed: int = 0
+    bytes: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        off = [] if self.reason is None else [f"off, because {self.reason}"]
+        done = f"{self.captured} captured, {self.replayed} tokens replayed, {self.bytes / 2**20:.0f} MiB"
+        return f"CUDA graphs of decode steps: {'; '.join([*off, *([done] if self.captured else [])])}"
 
 
 @dataclass(frozen=True)

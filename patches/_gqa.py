@@ -62,6 +62,8 @@ class SparseGQA(_Attention):
         if not isinstance(cache, SparseCache):
             self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
             return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        if cache.on_device:
+            return self._attend_on_device(hidden_states, position_embeddings, cache), None
         wants_weights = self.check_cache(cache, kwargs)
         config = self.binding.handle.config
         grad = torch.is_grad_enabled()
@@ -85,6 +87,23 @@ class SparseGQA(_Attention):
             keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
             output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _attend_on_device(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, cache: SparseCache
+    ) -> torch.Tensor:
+        """One decode token for which every row selects, that the first layer of full attention has checked: nothing of
+        it is known on the host, so that a CUDA graph of it can be replayed for the next token."""
+        plan, handle, layer = self.binding.plan, self.binding.handle, cache.layers[self.layer_idx]
+        kernels, tokens = handle.kernels.module, cache.tokens
+        query, key, value = self.project(hidden_states, position_embeddings)
+        layer.append_on_device(kernels, key, value, tokens.on(query.device))
+        token = token_at(tokens, tokens.length - 1, 0, plan, query.device)
+        grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+        statistics = handle.recorder.statistics_of(cache)
+        output, _ = decode_token(layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False)
+        return self.o_proj(output.to(query.dtype).reshape(*hidden_states.shape[:-1], -1))
 
     def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:
         """The mask of a layer with a window; where it hides nothing but the cache knows of padding, one of our own."""

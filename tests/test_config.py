@@ -114,6 +114,7 @@ def test_defaults_are_those_of_the_contract():
         "group": "sum",
         "sparse_prefill": False,
         "workspace": 2**30,
+        "cuda_graph": True,
     }
 
 

@@ -1,0 +1,291 @@
+"""The decode steps of generate() as CUDA graphs: what a token's sparse layers launch, 1.3 ms of Python each, is
+captured once and replayed.
+
+Layers up to the first of full attention run as ever: that one checks the token, appends it and tells the cache. So do
+dense layers, whose attention takes another shape for each length. What follows them is the tail: it reads lengths on
+the device alone (`SparseGQA._attend_on_device`), so a replay is right for every later token, until a buffer moves.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .cache import SparseCache
+from .predictor import Prior
+
+if TYPE_CHECKING:
+    from .patching import PatchHandle
+
+DEVICES = ("cuda",)
+# What counts its experts routes tokens by host code, which a graph would repeat for the token that it was captured with
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CACHES = ("cache", "past_key_values")
+_SOME = 8  # tokens without a graph that the report has a word for
+
+Replay = Callable[[], None]
+
+
+def captured(run: Callable[[], torch.Tensor], output: torch.Tensor) -> tuple[Replay, int]:
+    """What repeats `run`, and leaves in `output` what it returned; and the bytes that it keeps. RuntimeError where
+    something in it can't be captured."""
+    torch.cuda.empty_cache()  # as a capture does
+    before = torch.cuda.memory_reserved(output.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(output.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output.copy_(run())
+    return graph.replay, torch.cuda.memory_reserved(output.device) - before
+
+
+def _pointers(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What a graph has burnt in of them."""
+    return tuple(None if each is None else (each.data_ptr(), each.shape) for each in tensors)
+
+
+class Tail:
+    """The last layers of a model, all of them sparse, over one cache.
+
+    first: the index of the first of them.  layers: the decoder layers.
+    """
+
+    def __init__(self, handle: "PatchHandle", cache: SparseCache, layers: list[Any], first: int) -> None:
+        self.handle, self.cache, self.layers, self.first = handle, cache, layers, first
+        self.plan = handle.plans[first]
+        self.notes = handle.graphs
+        self._held = cache.layers[first:]
+        self._config = handle.model.config.get_text_config(decoder=True)
+        self._off = False
+        self._single = 0  # forwards of one token so far
+        self._done: torch.Tensor | None = None  # what the tail returned last
+        self._seen: Any = None  # the state of the last token
+        self._replay: Replay | None = None
+        self._inputs: dict[str, Any] = {}
+        self._output: torch.Tensor | None = None
+        self._priors: list[Prior] = []
+
+    def forward(
+        self, at: int, stock: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Of the at-th layer of the tail. The first one runs all of them, and the others hand on what it returned."""
+        if at > 0:
+            return hidden_states if hidden_states is self._done else stock(hidden_states, *args, **kwargs)
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        if args or cache is not self.cache:  # another thread's
+            return stock(hidden_states, *args, **kwargs)
+        self._done = self._token(hidden_states, kwargs)
+        return stock(hidden_states, **kwargs) if self._done is None else self._done
+
+    def _token(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The tail's output, or None: this token has to run as ever. One does before a graph is captured, so that every
+        kernel is compiled and the state is that of a token; one more after each change of a buffer."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        self._single += hidden_states.shape[1] == 1
+        if self._off or not self._can_replay(hidden_states):
+            self._seen = self._replay = None
+            return None
+        state = self._state(hidden_states, kwargs)
+        if state != self._seen:
+            self._seen, self._replay = state, None
+            return None
+        if self._replay is None:
+            grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
+            for layer in self._held:
+                layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
+            self._seen = self._state(hidden_states, kwargs)
+            return self._capture(hidden_states, kwargs) if state == self._seen else None
+        if any(layer.memory.prior is not prior for layer, prior in zip(self._held, self._priors, strict=True)):
+            self._seen = self._replay = None
+            return None
+        self._fill({"hidden_states": hidden_states, **kwargs})
+        calls = self._calls()
+        self._replay()
+        self._calls(calls, 1)
+        self.notes.replayed += 1
+        self._advance()
+        return self._output
+
+    def _can_replay(self, hidden_states: torch.Tensor) -> bool:
+        """Whether this is a decode token for which every row of every layer selects, after another one."""
+        cache, step = self.cache, self.cache.step
+        if hidden_states.device.type not in DEVICES or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
+            return False
+        if step is None or self._config.num_hidden_layers != len(self.handle.plans):  # drafts by early exit run fewer
+            return False
+        plain = step.count == 1 and step.first_decode == 0 and step.dense_reason is None and not step.changed
+        if not plain or not cache.tokens.all_longer(step.begin, self.plan.fits) or torch.compiler.is_compiling():
+            return False
+        return all(
+            layer.length == step.begin < layer.capacity
+            and layer.keys.device == hidden_states.device
+            and layer.summaries
+            and layer.memory.prior is not None
+            and not layer.memory.uncalibrated
+            for layer in self._held
+        )
+
+    def _state(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """What a graph takes for granted: while it is equal, a replay does what running would."""
+        tokens, statistics = self.cache.tokens, self.handle.recorder.statistics_of(self.cache)
+        leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in _CACHES})
+        given = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves]
+        held = []
+        for index, layer in enumerate(self._held, self.first):
+            memory = layer.memory
+            held.append(_pointers(layer.keys, layer.values, memory.ema, *layer.summaries, statistics.held(index)))
+            assert memory.prior is not None
+            held.append(tuple(leaf.shape for leaf in tree_leaves(tuple(memory.prior)) if leaf is not None))
+        own = (hidden_states.shape, hidden_states.dtype, hidden_states.device)
+        return own, sorted(kwargs), given, _pointers(tokens.valid, tokens.start, tokens.end), held
+
+    def _capture(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Run this token as a graph would, and capture it for the next."""
+        with torch.inference_mode(False):
+            given = {"hidden_states": hidden_states, **kwargs}
+            self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
+            self._priors = [layer.memory.prior.map(torch.clone) for layer in self._held]
+            output = self._run()
+            self._output = output.clone()
+            self._advance()
+            calls = self._calls()
+            try:
+                self._replay, self.notes.bytes = captured(self._run, self._output)
+            except RuntimeError as error:  # what was captured so far never ran
+                self._off, self.notes.reason = True, f"the step can't be captured: {str(error).splitlines()[0]}"
+            finally:
+                self._calls(calls, 0)
+            self.notes.captured += self._replay is not None
+            self._seen = self._state(hidden_states, kwargs)
+        return output
+
+    def _fill(self, given: dict[str, Any]) -> None:
+        for held, value in zip(tree_leaves(self._inputs), tree_leaves(given), strict=True):
+            if isinstance(held, torch.Tensor):
+                held.copy_(value)
+
+    @torch.no_grad()
+    def _run(self) -> torch.Tensor:
+        """All layers on the inputs that are held; what they remember goes where it was."""
+        self.cache.tokens.shared.clear()
+        self.cache.on_device = True
+        for layer, prior in zip(self._held, self._priors, strict=True):
+            layer.memory.prior = prior
+        try:
+            given = dict(self._inputs)
+            hidden_states = given.pop("hidden_states")
+            for decoder in self.layers:
+                hidden_states = type(decoder).forward(decoder, hidden_states, attention_mask=None, **given)
+            for layer, prior in zip(self._held, self._priors, strict=True):
+                for held, made in zip(tree_leaves(tuple(prior)), tree_leaves(tuple(layer.memory.prior)), strict=True):
+                    if held is not None:
+                        held.copy_(made)
+        finally:
+            self.cache.on_device = False
+            self.cache.tokens.shared.clear()
+            for layer, prior in zip(self._held, self._priors, strict=True):
+                layer.memory.prior = prior
+        return hidden_states
+
+    def _calls(self, counts: list[int] | None = None, more: int = 0) -> list[int]:
+        """Selections counted so far; or set to `counts` and so many more in each layer of the tail."""
+        statistics = self.handle.recorder.statistics_of(self.cache)
+        if counts is not None:
+            end = self.first + len(self.layers)
+            statistics.selector_calls = [*counts[: self.first], *(count + more for count in counts[self.first : end])]
+        return list(statistics.selector_calls)
+
+    def _advance(self) -> None:
+        for layer in self._held:
+            layer.advance()
+
+    def install(self) -> None:
+        for at, layer in enumerate(self.layers):
+            layer.__dict__["forward"] = _Forward(self, at, layer)
+
+    def remove(self) -> None:
+        """The layers run as ever again; the graph and its memory are given back."""
+        for layer in self.layers:
+            del layer.__dict__["forward"]
+        if not self._inputs and self._single > _SOME:
+            self.notes.reason = "no token followed another with the same buffers in which every row selects"
+        self._replay = None
+
+
+class _Forward:
+    """Stands in for the forward of a decoder layer during generate()."""
+
+    def __init__(self, tail: Tail, at: int, layer: Any) -> None:
+        self.tail, self.at, self.layer = tail, at, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stock = type(self.layer).forward.__get__(self.layer)
+        return self.tail.forward(self.at, stock, *args, **kwargs)
+
+
+def _decoders(handle: "PatchHandle") -> list[Any]:
+    """The decoder layers around the patched attention modules, in their order."""
+    around = {id(getattr(module, "self_attn", None)): module for module in handle.model.modules()}
+    return [around.get(id(attention)) for attention in handle.modules]
+
+
+def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | None:
+    """Why the decode steps of this model can't be captured."""
+    config = handle.model.config.get_text_config(decoder=True)
+    if not handle.config.cuda_graph:
+        return "cuda_graph=False"
+    if handle.config.trace:
+        return "trace=True keeps tensors of every token"
+    if handle.indexer is not None:
+        return "the model has an indexer"
+    if handle.config.hint == "rope":
+        return "hint='rope' is worked out on the host"
+    if len(decoders) < 2 or handle.plans[first].status != "sparse":
+        return "fewer than two layers that select stand behind the others"
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        return "experts are chosen on the host"
+    for decoder in decoders:
+        if decoder is None:
+            return "an attention module isn't the self_attn of a layer"
+        if isinstance(decoder.__dict__.get("forward"), _Forward):
+            return "another generate() of this model was running"
+        if "forward" in decoder.__dict__:
+            return "a layer's forward was replaced (accelerate's hooks do it)"
+        for module in decoder.modules():
+            if hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
+                return f"a hook on {type(module).__name__}"
+        if any(type(parameter).__name__ == "DTensor" for parameter in decoder.parameters()):
+            return "weights are sharded"
+        if len({parameter.device for parameter in decoder.parameters()}) > 1:
+            return "a layer's weights are on several devices"
+    if len({parameter.device for decoder in decoders for parameter in decoder.parameters()}) > 1:
+        return "layers are on several devices"
+    return None
+
+
+@contextmanager
+def decode_graph(handle: "PatchHandle", cache: SparseCache, asks_for_more: bool) -> Iterator[None]:
+    """Within it decode steps over `cache` are captured where they can be; `handle.graphs` says what became of it.
+
+    asks_for_more: hidden states or attentions are asked for, of every layer.
+    """
+    plans, leader = handle.plans, handle.leader
+    if handle.model.device.type not in DEVICES or handle.sparse_plan is None:
+        yield
+        return
+    first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)
+    first = max(first, leader + 1)
+    decoders = _decoders(handle)[first:]
+    if asks_for_more:
+        handle.graphs.reason = "hidden states or attentions are asked for"
+    else:
+        handle.graphs.reason = why_not(handle, decoders, first)
+    if handle.graphs.reason is not None:
+        yield
+        return
+    tail = Tail(handle, cache, decoders, first)
+    tail.install()
+    try:
+        yield
+    finally:
+        tail.remove()
