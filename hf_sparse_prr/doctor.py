@@ -11,8 +11,14 @@ from . import kernel_loader
 from .patches import FAMILIES
 
 # Supported ranges, as in pyproject.toml: at least, below
-RANGES = {"torch": ((2, 9), None), "transformers": ((5, 17), (5, 25)), "kernels": ((0, 17, 2), (0, 19))}
-OPTIONAL = ("triton", "accelerate", "safetensors", "peft", "huggingface_hub")
+RANGES = {
+    "torch": ((2, 9), None),
+    "transformers": ((5, 17), (5, 25)),
+    "kernels": ((0, 17, 2), (0, 19)),
+    "safetensors": ((0, 4, 3), None),
+}
+OPTIONAL = ("triton", "accelerate", "peft", "huggingface_hub")
+ENVIRONMENT = ("LOCAL_KERNELS", "HF_HUB_OFFLINE", "KERNELS_CACHE")
 
 
 def _installed(name: str) -> str | None:
@@ -56,10 +62,18 @@ def _source(key: str) -> dict[str, Any]:
     return {"asked": key, "loads": True, "source": kernels.source, "backend": kernels.backend, "why_not": None}
 
 
+def _notes(auto: dict[str, Any]) -> list[str]:
+    """What is set and has no effect. auto: the source of "auto"."""
+    local = os.environ.get("LOCAL_KERNELS")
+    if not local or not auto["loads"] or kernel_loader.overridden("auto"):
+        return []
+    return [f"LOCAL_KERNELS={local} names no copy of {kernel_loader.REPO_ID}: 'auto' is the bundled one"]
+
+
 def diagnose(hub: bool = False) -> dict[str, Any]:
     """Everything `hf-sparse-prr doctor` prints. `hub` also tries the Hub, or its cache if HF_HUB_OFFLINE is set.
 
-    `problems` is empty where patch_model works as asked for with the defaults.
+    `problems` is empty where patch_model works as asked for with the defaults; `notes` stand in nobody's way.
     """
     packages = {name: _package(name) for name in RANGES}
     sources = [_source(key) for key in (("auto", "reference", "hub") if hub else ("auto", "reference"))]
@@ -76,12 +90,9 @@ def diagnose(hub: bool = False) -> dict[str, Any]:
         "optional": {name: _installed(name) for name in OPTIONAL},
         "cuda": torch.version.cuda,
         "gpus": _gpus(),
-        "environment": {
-            name: os.environ[name]
-            for name in ("LOCAL_KERNELS", "HF_HUB_OFFLINE", "KERNELS_CACHE")
-            if name in os.environ
-        },
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "kernels": sources,
         "model_types": sorted(FAMILIES),
+        "notes": _notes(sources[0]),
         "problems": problems,
     }

@@ -93,7 +93,7 @@ def _from_hub(repo_id: str, source: str) -> Kernels:
     return _accept(get_kernel(repo_id, version=VERSION), source)
 
 
-def _overridden(key: str | Path | ModuleType) -> bool:
+def overridden(key: str | Path | ModuleType) -> bool:
     """Whether LOCAL_KERNELS answers for what the key names."""
     repo_id = REPO_ID if key in ("auto", "hub") else key
     entries = os.environ.get("LOCAL_KERNELS", "").split(":")
@@ -114,18 +114,18 @@ def _load(key: str | Path | ModuleType) -> Kernels:
         return _accept(key, f"module {key.__name__}")
     if key == "reference":
         return _reference()
-    if key == _BUNDLED or (key == "auto" and not _overridden(key)):
+    if key == _BUNDLED or (key == "auto" and not overridden(key)):
         return _bundled()
     if key in ("auto", "hub") or is_repo_id(key):
         repo_id = REPO_ID if key in ("auto", "hub") else str(key)
-        return _from_hub(repo_id, "LOCAL_KERNELS" if _overridden(key) else f"hub {repo_id}")
+        return _from_hub(repo_id, "LOCAL_KERNELS" if overridden(key) else f"hub {repo_id}")
     return _from_folder(Path(os.fspath(key)), str(key))
 
 
 def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
     """What helps, judged by what the failure says."""
     text = f"{type(error).__name__} {error}"
-    if _overridden(key) or "LOCAL_KERNELS entry" in text:
+    if overridden(key) or "LOCAL_KERNELS entry" in text:
         return "correct LOCAL_KERNELS, owner/name=path to a kernel repo or its build folder, or unset it"
     if "undefined symbol" in text or "ABI" in text:
         return "the extension was built for another torch (ABI mismatch): install that torch, or a build for this one"
@@ -133,11 +133,10 @@ def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
         return 'pip install "kernels>=0.17.2,<0.19"'
     if "offline mode" in text or "local cache" in text:
         return "load it once with network access, or point LOCAL_KERNELS at a copy: LOCAL_KERNELS=owner/name=path"
-    if "trust" in text:
-        return (
-            "if you trust the publisher, and the network is there, load it yourself with kernels.get_kernel(.., "
-            "trust_remote_code=['owner/name']) and pass the module as kernels="
-        )
+    if "could not verify publisher" in text:
+        return "check the name and the network, or use kernels='auto'"
+    if "trusted publisher" in text:
+        return "read it, and if you trust it use your copy: LOCAL_KERNELS=owner/name=path"
     if "build variant" in text:
         return "use a torch and GPU that the repo has a variant for, or kernels='auto'"
     if "metadata" in text or "missing field" in text or "JSON" in text:
@@ -147,9 +146,10 @@ def _remedy(error: BaseException, key: str | Path | ModuleType) -> str:
 
 def _failure(key: str | Path | ModuleType, error: BaseException) -> str:
     name = REPO_ID if key == "hub" else getattr(key, "__name__", key)
-    if _overridden(key):
-        name = f"LOCAL_KERNELS={os.environ['LOCAL_KERNELS']}"
     reason = " ".join(str(error).split()) or type(error).__name__
+    reason = reason.partition(" Set trust_remote_code")[0]  # to run anyone's code is no remedy
+    if overridden(key) or "LOCAL_KERNELS entry" in reason:
+        name = f"LOCAL_KERNELS={os.environ['LOCAL_KERNELS']}"
     return (
         f"kernels from {name!s} could not be loaded: {type(error).__name__}: {reason} (torch {torch.__version__}, CUDA "
         f"{torch.version.cuda or 'none'}). Remedy: {_remedy(error, key)}"
@@ -190,7 +190,7 @@ def _resolve(key: str | Path | ModuleType, strict: bool, local: str | None) -> K
         message = _failure(key, error)
         if strict or not (key in ("auto", "hub", _BUNDLED) or is_repo_id(key)):
             raise KernelError(message) from error
-    if _overridden(key):
+    if overridden(key):
         following = _resolve(_BUNDLED, False, local)  # not "auto": LOCAL_KERNELS answers for that as well
     else:
         following = _resolve("reference" if key in ("auto", _BUNDLED) else "auto", False, local)

@@ -1,7 +1,9 @@
 """`hf-sparse-prr doctor` tells the truth, needs no network, and its exit code says whether something is in the way."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -44,6 +46,32 @@ def test_without_kernels_it_says_what_to_install(monkeypatch):
     assert [source["loads"] for source in found["kernels"]] == [False, True]
     assert "pip install" in found["problems"][0]
     assert "problem:" in run().stdout
+
+
+def test_what_is_wanted_is_what_the_package_requires():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    required = re.search(r"\ndependencies = \[\n(.*?)\]", text, flags=re.DOTALL)[1]
+    wanted = {name: doctor._package(name)["wanted"] for name in doctor.RANGES}
+    assert wanted == dict(re.findall(r'"(\w+)(>=.*?)"', required))
+
+
+def test_local_kernels_of_another_repo_is_noted_and_is_no_problem(monkeypatch):
+    assert doctor.diagnose()["notes"] == []
+    monkeypatch.setenv("LOCAL_KERNELS", "foo/bar=/somewhere")
+    result = run()
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert "LOCAL_KERNELS=foo/bar=/somewhere" in lines
+    (note,) = [line for line in lines if line.startswith("note: ")]
+    assert "names no copy of hf-sparse-prr/sparse-prr: 'auto' is the bundled one" in note
+
+
+def test_a_malformed_local_kernels_is_a_problem_that_has_its_name(monkeypatch):
+    monkeypatch.setenv("LOCAL_KERNELS", "foo")
+    result = run("--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and found["notes"] == []
+    assert found["problems"][0].startswith("kernels from LOCAL_KERNELS=foo could not be loaded")
 
 
 def test_an_unsupported_version_is_a_problem(monkeypatch):

@@ -139,6 +139,25 @@ def test_a_broken_local_kernels_is_named_and_the_bundled_copy_follows(monkeypatc
     assert kernel_loader.resolve("auto").fallback is None  # what was resolved under one value isn't kept for another
 
 
+def test_a_malformed_local_kernels_is_named(monkeypatch):
+    monkeypatch.setenv("LOCAL_KERNELS", "nonsense")
+    said = "kernels from LOCAL_KERNELS=nonsense could not be loaded: ValueError: .*Remedy: correct LOCAL_KERNELS"
+    with pytest.raises(kernel_loader.KernelError, match=said):
+        kernel_loader.resolve("auto", strict=True)
+
+
+def test_an_untrusted_publisher_is_not_to_be_trusted_by_advice(monkeypatch):
+    def untrusted(repo_id, source):
+        raise ValueError(
+            f"Kernel repository '{repo_id}' is not from a trusted publisher. Set trust_remote_code=True or"
+        )
+
+    monkeypatch.setattr(kernel_loader, "_from_hub", untrusted)
+    with pytest.raises(kernel_loader.KernelError, match="Remedy: read it, and if you trust it use your copy") as error:
+        kernel_loader.resolve("a/b", strict=True)
+    assert "trust_remote_code" not in str(error.value)
+
+
 def test_local_kernels_takes_the_place_of_the_bundled_copy(built):
     for key in ("auto", "hub", REPO):
         out = run(DESCRIBE.format(key=key), LOCAL_KERNELS=f"{REPO}={built}")
@@ -160,7 +179,8 @@ def test_not_cached_falls_back_to_the_bundled_copy_and_says_so(offline, tmp_path
     assert said.startswith(f"bundled | kernels from {REPO} could not be loaded: ValueError")
     assert f"torch {torch.__version__}, CUDA" in said
     assert said.endswith("Running instead: bundled")
-    assert ("LOCAL_KERNELS=owner/name=path" if offline == "1" else "trust_remote_code=['owner/name']") in said
+    assert ("LOCAL_KERNELS=owner/name=path" if offline == "1" else "check the name and the network") in said
+    assert "trust_remote_code" not in said
 
 
 def test_a_failure_is_tried_once_per_process_and_not_per_layer_or_step(tmp_path):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hf_sparse_prr.doctor import diagnose
@@ -35,11 +36,15 @@ def doctor(
         gpus = ", ".join(f"{gpu['name']} (sm {gpu['capability']})" for gpu in found["gpus"])
         table.add_row("GPU", gpus or "none", "optional")
         out.print(table)
+        for name, value in found["environment"].items():
+            out.print(f"{name}={value}", soft_wrap=True, highlight=False, markup=False)
         for source in found["kernels"]:
             loads = f"{source['source']}, backend {source['backend']}" if source["loads"] else "does not load"
             out.print(f"kernels={source['asked']!r}: {loads}", soft_wrap=True)
         out.print(f"model types: {', '.join(found['model_types'])}")
+        for note in found["notes"]:
+            out.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
         for problem in found["problems"]:
-            out.print(f"[bold red]problem:[/] {problem}", soft_wrap=True, highlight=False)
+            out.print(f"[bold red]problem:[/] {escape(problem)}", soft_wrap=True, highlight=False)
     if found["problems"]:
         raise typer.Exit(EXIT_PROBLEMS)
