@@ -13,9 +13,13 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f"hf-sparse-prr needs {' and '.join(missing)}, not installed here. Remedy: {REMEDY}")
-    from hf_sparse_prr.commands import app
+    try:
+        from hf_sparse_prr.commands import app  # takes seconds, in which Ctrl-C may come
 
-    app()
+        app()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

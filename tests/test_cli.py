@@ -2,8 +2,11 @@
 
 import copy
 import json
+import sys
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +62,20 @@ def test_main_names_the_remedy_without_typer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else object())
     with pytest.raises(SystemExit, match=r"needs typer, .*pip install 'hf_sparse_prr\[demo\]'"):
         cli.main()
+
+
+def test_ctrl_c_while_it_is_imported_is_one_line_and_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "hf_sparse_prr.commands", Slow("commands"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == terminal.EXIT_STOPPED
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_help_lists_the_subcommand() -> None:

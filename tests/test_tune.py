@@ -29,6 +29,12 @@ def test_without_a_gpu_is_one_line() -> None:
     refused(call(), "expected a CUDA GPU and Triton", "without a CUDA GPU")
 
 
+def test_file_that_cannot_be_written_comes_before_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(call("--output", tmp_path / "file" / "mine.json"), "--output: expected a file that can be written")
+    refused(call("--output", "/"), "--output: expected a file that can be written", "it is a folder")
+
+
 def test_device_that_is_not_a_gpu_is_refused() -> None:
     refused(call("--device", "cpu"), "--device: expected cuda", "'cpu'", "only GPU kernels are tuned")
     refused(call("--device", "gpu?"), "--device: expected cuda", "'gpu?'")

@@ -29,21 +29,14 @@ def tune(
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
+        if output is not None:
+            _check_writable(output)
         gpu = _gpu(device)
         from hf_sparse_prr.bundled import tune as measuring  # here: it needs triton
         from hf_sparse_prr.bundled.triton_kernels import tuned
 
         path = output or tuned.user_folder() / tuned.file_name(torch.cuda.get_device_name(gpu))
-        new = path.with_name(path.name + ".new")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise IsADirectoryError("it is a folder")
-            new.touch()
-            new.unlink()
-        except OSError as error:
-            message = f"--output: expected a file that can be written, got {path} ({error})"
-            raise CommandError(message, EXIT_USAGE) from error
+        new = _check_writable(path)
         with torch.cuda.device(gpu), Bar(notes) as bar:
             chosen = measuring.tune(gpu, bar)
         document = measuring.document(torch.cuda.get_device_name(gpu), chosen)
@@ -58,6 +51,21 @@ def tune(
         committed = tuned.committed(document["gpu"])
         if committed is not None:
             out.print(f"this GPU has a committed file, which comes first: {committed}", soft_wrap=True, markup=False)
+
+
+def _check_writable(path: Path) -> Path:
+    """The file beside it that is written first; its folder is made."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.touch()
+        new.unlink()
+    except OSError as error:
+        message = f"--output: expected a file that can be written, got {path} ({error})"
+        raise CommandError(message, EXIT_USAGE) from error
+    return new
 
 
 def _gpu(name: str) -> torch.device:
