@@ -6,12 +6,15 @@ import statistics
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from .bench_time import Timer
+from . import kernel_loader
+from .bench_time import Timer, spread_of
 from .cache import SparseCache
 from .config import SparseConfig
 from .patching import patch_model
@@ -63,6 +66,16 @@ def machine(device: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def measured_kernels(key: str | Path | ModuleType) -> kernel_loader.Kernels:
+    """The kernels of this key and no others, or KernelError; those of "auto" may have fallen back."""
+    return kernel_loader.resolve(key, strict=key != "auto")
+
+
+def described(kernels: kernel_loader.Kernels) -> dict[str, Any]:
+    """What ran."""
+    return {"source": kernels.source, "backend": kernels.backend, "fallback": kernels.fallback}
+
+
 def bandwidth_of(device: torch.device) -> float | None:
     """Bytes a second by the data sheet; None where it isn't known."""
     return BANDWIDTH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -76,7 +89,7 @@ def layer_config(
     heads, kv_heads, head_dim: in place of the shape's own; with other heads, hidden_size is heads * head_dim.
 
     Raises:
-        ValueError: an unknown shape; heads that aren't a multiple of kv_heads.
+        ValueError: an unknown shape; heads that aren't a multiple of kv_heads; an odd head_dim, which RoPE can't turn.
     """
     sizes = shape_named(shape)
     hidden = sizes.hidden
@@ -85,6 +98,8 @@ def layer_config(
     heads, kv_heads, head_dim = heads or sizes.heads, kv_heads or sizes.kv_heads, head_dim or sizes.head_dim
     if heads % kv_heads:
         raise ValueError(f"heads: expected a multiple of kv_heads={kv_heads}, got {heads}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number, got {head_dim}")
     return sizes.config(
         layers,
         vocab_size=64,
@@ -110,6 +125,7 @@ def compared(
         "correlation": CORRELATION,
         "hit_rate": stats["prr"]["hit_rate"],
         "ms": medians,
+        "spread": {name: spread_of(values) for name, values in times.items()},
         "ratio_to_stock": {name: value / medians["stock"] for name, value in medians.items()},
         "kv_bytes_per_step": moved,
         "weight_bytes": weights,
@@ -132,19 +148,26 @@ def bench_layer(
     steps: int = 40,
     shape: str = "smollm2",
     selector: str = "auto",
+    kernels: str | Path | ModuleType = "auto",
 ) -> dict[str, Any]:
     """Medians in ms over `rounds` turns of `steps` steps each, with ratios to stock and bytes read a step.
 
     The layer is that of the named shape; heads, kv_heads and head_dim in place of its own where they are given. Layers
     follow each other as in a model, so each finds the caches as the layer before it left them; a step includes the
     projections, in all three settings. "floor_share": of the time, what K/V, summaries and projections take to read at
-    the GPU's bandwidth; a layer starts with an idle GPU, so its launches are in the time.
+    the GPU's bandwidth; a layer starts with an idle GPU, so its launches are in the time. "spread": of the times
+    of steps, the interquartile range as a share of the median.
+
+    Raises:
+        ValueError: a shape, heads or a setting that can't be; fewer tokens than the budget attends to.
+        KernelError: kernels that can't be loaded; only those of "auto" may fall back.
     """
     layers = DENSE + 8
     chosen: dict[str, Any] = dict(selector=selector, budget=budget, block_size=block_size)
     fits = SparseConfig(**chosen).plan([""] * layers)[-1].fits
     if tokens < fits:
         raise ValueError(f"tokens: expected at least the {fits} that budget={budget} attends to, got {tokens}")
+    loaded = measured_kernels(kernels)
     config = layer_config(shape, layers, 2 * tokens, heads, kv_heads, head_dim)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     torch.manual_seed(0)
@@ -161,13 +184,15 @@ def bench_layer(
             cache = _filled(DynamicCache(config=config), cached, layers, device, dtype)
             times["stock"] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
             for name, speculate in (("serial", False), ("prr", True)):
-                with patch_model(model, dense_layers=DENSE, speculate=speculate, **chosen) as handle:
+                with patch_model(model, dense_layers=DENSE, speculate=speculate, kernels=kernels, **chosen) as handle:
                     cache = copy.deepcopy(prefilled)
                     times[name] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
                     stats[name] = handle.stats()
     stock_bytes = 2 * kv_heads * tokens * head_dim * torch.empty(0, dtype=dtype).element_size()
     return {
+        "bench": "layer",
         **machine(device, dtype),
+        "kernels": described(loaded),
         "shape": {
             "name": shape,
             "tokens": tokens,

@@ -3,12 +3,14 @@ and PRR, in turns in one process, and a prompt on an empty cache. Nothing is tim
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from .bench import CORRELATION, compared, machine, successive
+from .bench import CORRELATION, compared, described, machine, measured_kernels, successive
 from .bench_exact import ExactnessError
 from .bench_time import Timer
 from .cache import SparseCache
@@ -86,7 +88,7 @@ def _check(found: torch.Tensor, stock: torch.Tensor, what: str) -> float:
     return error
 
 
-def _prompt(layer: Layer, tokens: int, with_stock: bool) -> dict[str, Any]:
+def _prompt(layer: Layer, tokens: int, with_stock: bool, kernels: str | Path | ModuleType) -> dict[str, Any]:
     """A prompt on an empty cache: ms, and on a GPU the bytes that it takes beside what was there."""
     device = torch.device(layer.options["device"])
     timed, hidden = Timer(device), layer.normal(1, tokens, layer.config.hidden_size)
@@ -101,7 +103,7 @@ def _prompt(layer: Layer, tokens: int, with_stock: bool) -> dict[str, Any]:
             cache: Any = DynamicCache(config=layer.config)
             found["ms"][name], outputs[name] = timed(layer.forward, hidden, 0, cache)
         else:
-            with patch_model(layer.model):
+            with patch_model(layer.model, kernels=kernels):
                 found["ms"][name], outputs[name] = timed(layer.forward, hidden, 0, SparseCache(layer.model))
         found["peak_bytes"][name] = torch.cuda.max_memory_allocated(device) - held if on_gpu else None
     if with_stock:
@@ -120,6 +122,7 @@ def bench_indexed(
     prefill: int = 0,
     stock_prefill: bool = True,
     progress: Callable[[str, int, int | None], None] = lambda *_: None,
+    kernels: str | Path | ModuleType = "auto",
 ) -> dict[str, Any]:
     """Medians in ms over `rounds` turns of `steps` decode steps each over `tokens` tokens of random latents, with
     ratios to stock and bytes read a step; and of a prompt of `prefill` tokens, once.
@@ -128,8 +131,10 @@ def bench_indexed(
 
     Raises:
         ValueError: a shape that isn't one of SHAPES; fewer tokens than a query selects.
+        KernelError: kernels that can't be loaded; only those of "auto" may fall back.
         ExactnessError: an output isn't stock's.
     """
+    loaded = measured_kernels(kernels)
     layer = Layer(shape, device, dtype)
     topk, expanded = layer.config.index_topk, layer.caches_keys()
     if tokens <= topk:
@@ -146,7 +151,7 @@ def bench_indexed(
         times["stock"] += [ms for ms, _ in taken[_WARM:]]
         stock = [output for _, output in taken]
         for name, speculate in (("serial", False), ("prr", True)):
-            with patch_model(layer.model, speculate=speculate) as handle:
+            with patch_model(layer.model, speculate=speculate, kernels=kernels) as handle:
                 cache = copy.deepcopy(prefilled)
                 taken = [timed(layer.forward, each, tokens + i, cache) for i, each in enumerate(inputs)]
                 times[name] += [ms for ms, _ in taken[_WARM:]]
@@ -155,9 +160,11 @@ def bench_indexed(
                 error = max(error, _check(output, expected, name))
     stock_bytes = sum(each.numel() * each.element_size() for each in states)
     return {
+        "bench": "layer",
         **machine(device, dtype),
+        "kernels": described(loaded),
         "shape": {"name": shape, "tokens": tokens, "heads": layer.config.num_attention_heads, "index_topk": topk},
         "error": error,
         **compared(times, stats, stock_bytes, layer.attention, device),
-        "prefill": _prompt(layer, prefill, stock_prefill) if prefill else None,
+        "prefill": _prompt(layer, prefill, stock_prefill, kernels) if prefill else None,
     }

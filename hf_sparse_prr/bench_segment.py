@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from . import kernel_loader
-from .bench import bandwidth_of, machine
+from .bench import bandwidth_of, described, machine, measured_kernels
 from .bench_exact import check_bits, check_serial
 from .bench_problem import Case, Problem, Rate, cold_layers
 from .bench_stages import Work, Works
-from .bench_time import Captured, in_turns
+from .bench_time import Captured, Taken, in_turns
 from .config import DEFAULT_EMA, LayerPlan, SparseConfig
 from .decode import Token
 from .predictor import Memory
@@ -64,10 +63,10 @@ def _exact(works: Works, settings: dict[str, Work], worst: dict[str, float]) -> 
 def _replayed(
     settings: dict[str, Work], stages: dict[str, Work], layers: int, device: torch.device, replays: int,
     progress: Callable[[int, int], None],
-) -> dict[str, float]:  # fmt: skip
-    """Microseconds of each, from a CUDA graph of its own. ExactnessError where a replay of serial or PRR doesn't give
+) -> dict[str, Taken]:  # fmt: skip
+    """The time of each, from a CUDA graph of its own. ExactnessError where a replay of serial or PRR doesn't give
     the bits that the calls outside of a graph give."""
-    us, everything = {}, {**settings, **stages}
+    times, everything = {}, {**settings, **stages}
     for done, (name, work) in enumerate(everything.items()):
         progress(done, len(everything))
         captured = Captured(work.call, layers, device)
@@ -76,13 +75,14 @@ def _replayed(
             captured.replay()
             for step, result in enumerate(captured.results):
                 check_bits(f"{name} in a CUDA graph", result, expected[step % layers], "the same without one")
-        us[name] = captured.us(replays)
-    return us
+        times[name] = captured.timed(replays)
+    return times
 
 
-def _figures(us: float, work: Work, bandwidth: float | None) -> dict[str, Any]:
-    """One row: microseconds, bytes, GB/s of what is moved, and of the time the share that the floor takes."""
-    row: dict[str, Any] = {"us": us, "floor_bytes": work.floor, "moved_bytes": work.moved, "hit_rate": work.hit_rate}
+def _figures(taken: Taken, work: Work, bandwidth: float | None) -> dict[str, Any]:
+    """One row: the time, bytes, GB/s of what is moved, and of the time the share that the floor takes."""
+    us, row = taken.us, dict[str, Any](taken._asdict())
+    row.update(floor_bytes=work.floor, moved_bytes=work.moved, hit_rate=work.hit_rate)
     row["gb_per_s"] = work.moved / us / 1e3 if work.moved else None
     row["floor_us"] = 1e6 * work.floor / bandwidth if work.floor and bandwidth else None
     row["floor_share"] = row["floor_us"] / us if row["floor_us"] else None
@@ -105,11 +105,12 @@ def _measure(
         progress(f"{name}: times", done, total)
 
     if on_gpu := device.type == "cuda":
-        us = _replayed(settings, stages, layers, device, rounds, at)
+        times = _replayed(settings, stages, layers, device, rounds, at)
     else:
-        us = in_turns({key: work.call for key, work in {**settings, **stages}.items()}, layers, device, rounds, at)
-    bandwidth, best = bandwidth_of(device), min(us["dense"], us["dense_grouped"])
-    compared = {key: _figures(us[key], work, bandwidth) for key, work in settings.items()}
+        times = in_turns({key: work.call for key, work in {**settings, **stages}.items()}, layers, device, rounds, at)
+    bandwidth, us = bandwidth_of(device), {key: taken.us for key, taken in times.items()}
+    best = min(us["dense"], us["dense_grouped"])
+    compared = {key: _figures(times[key], work, bandwidth) for key, work in settings.items()}
     for row in compared.values():
         row["to_dense"], row["to_best_dense"] = row["us"] / us["dense"], row["us"] / best
         row["to_serial"] = row["us"] / us["serial"]
@@ -122,7 +123,7 @@ def _measure(
         "exact": {**exact, "graph_equals_eager": "bitwise" if on_gpu else None},
         "bytes": {"dense": works.whole, "blocks": works.blocks, "summaries": works.summaries},
         "settings": compared,
-        "stages": {key: _figures(us[key], work, bandwidth) for key, work in stages.items()},
+        "stages": {key: _figures(times[key], work, bandwidth) for key, work in stages.items()},
         "natural": {key: decoded[key] for key in ("hit_rate", "hit_rate_weighted", "extra_rate")},
     }
 
@@ -193,7 +194,7 @@ def bench_segment(
         rounds: turns of each call, by default 5; on a GPU replays of each graph, by default 50.
         hit_rates: 0 .. 1, None for natural; by default natural, on a GPU 1, 0.95 and 0.
         layers: by default as many as read 8 times the GPU's L2, if they fit its memory; 1 on a CPU.
-        kernels: as in `SparseConfig`.
+        kernels: as in `SparseConfig`; only "auto" may fall back, which "kernels" of the result says.
         progress: called with (stage, done, total or None).
 
     Raises:
@@ -202,7 +203,7 @@ def bench_segment(
         ExactnessError: an output, a selection or a score is wrong.
     """
     sizes, plans = check_arguments(shape, contexts, selector, budget, block_size, correlation, hit_rates)
-    where, loaded, plan = torch.device(device), kernel_loader.resolve(kernels), plans["prr"]
+    where, loaded, plan = torch.device(device), measured_kernels(kernels), plans["prr"]
     on_gpu = where.type == "cuda"
     rates = tuple(hit_rates or (GPU_RATES if on_gpu else (None,)))
     rounds = rounds or (REPLAYS if on_gpu else ROUNDS)
@@ -219,7 +220,7 @@ def bench_segment(
         **machine(device, dtype),
         "bandwidth": bandwidth_of(where),
         "timed_by": "CUDA graph" if on_gpu else "clock",
-        "kernels": {"source": loaded.source, "backend": loaded.backend, "fallback": loaded.fallback},
+        "kernels": described(loaded),
         "shape": {
             "name": shape,
             "heads": sizes.heads,

@@ -6,8 +6,9 @@ A call is given the index of a layer. Neighbouring calls take another layer, so 
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,21 @@ Call = Callable[[int], Any]
 _TURN = 8  # calls of a turn, at the least
 _STEPS = 32  # calls in a graph, at the least: its own start takes microseconds
 _WARMUP = 3  # first replays of a graph, not timed
+
+
+class Taken(NamedTuple):
+    """us: microseconds, a median.  spread: as `spread_of` what it is the median of, None where those are few."""
+
+    us: float
+    spread: float | None = None
+
+
+def spread_of(times: Sequence[float]) -> float | None:
+    """The interquartile range as a share of the median; None of fewer than four."""
+    if len(times) < 4:
+        return None
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / median
 
 
 class Timer:
@@ -40,17 +56,21 @@ class Timer:
 
 def in_turns(
     calls: dict[str, Call], layers: int, device: torch.device, rounds: int, progress: Callable[[int, int], None]
-) -> dict[str, float]:
-    """Microseconds of each call: the median over `rounds` turns of the median of a turn. One more turn warms up."""
+) -> dict[str, Taken]:
+    """Of each call the median over `rounds` turns of the median of a turn, and the spread of all calls. One more turn
+    warms up."""
     timed = Timer(device)
-    turns: dict[str, list[float]] = defaultdict(list)
+    turns: dict[str, list[list[float]]] = defaultdict(list)
     for done in range(rounds + 1):
         progress(done, rounds + 1)
         for name, call in calls.items():
             taken = [timed(call, step % layers)[0] for step in range(max(layers, _TURN) if done else layers)]
             if done:
-                turns[name].append(statistics.median(taken))
-    return {name: 1e3 * statistics.median(values) for name, values in turns.items()}
+                turns[name].append(taken)
+    return {
+        name: Taken(1e3 * statistics.median(map(statistics.median, each)), spread_of(list(chain(*each))))
+        for name, each in turns.items()
+    }
 
 
 class Captured:
@@ -80,8 +100,8 @@ class Captured:
         self._graph.replay()
         torch.cuda.synchronize(self._device)
 
-    def us(self, replays: int, before: Callable[[], Any] = lambda: None) -> float:
-        """Microseconds a call: the median over `replays` replays, each timed by events around it. `before` each of them
+    def timed(self, replays: int, before: Callable[[], Any] = lambda: None) -> Taken:
+        """A call's share: the median over `replays` replays, each timed by events around it. `before` each of them
         something else may be queued."""
         taken = []
         with torch.cuda.device(self._device):
@@ -95,4 +115,4 @@ class Captured:
                 last.record()
                 last.synchronize()
                 taken.append(1e3 * first.elapsed_time(last) / self._steps)
-        return statistics.median(taken)
+        return Taken(statistics.median(taken), spread_of(taken))

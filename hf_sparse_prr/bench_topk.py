@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import kernel_loader
-from .bench import bandwidth_of, machine
+from .bench import bandwidth_of, described, machine, measured_kernels
 from .bench_topk_rows import SCORES, Rows, strategies_of
 from .bench_topk_time import Cell, Clock, Task, sets_of, wrong_rows
 
@@ -20,7 +20,7 @@ FULL = tuple(2**power for power in range(12, 21))  # row lengths of the full gri
 OVERLAPS = (0.0, 0.3, 0.6, 0.95)
 CACHES = ("warm", "cold", "both")
 _COPIES = 8  # of a cell's scores: sets of them, and what a sort makes
-_TIMED = ("us", "to_topk", "to_sort", "gb_per_s", "floor_share")
+_TIMED = ("us", "spread", "to_topk", "to_sort", "gb_per_s", "floor_share")
 
 
 def default_grid(device: str, ablation: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -84,18 +84,19 @@ class Guessed:
         size = read / sets * entries.element_size() + 4 * cell.k * cell.rows
         floor = None if bandwidth is None else 1e6 * size / bandwidth
         for name in tasks:
-            us, wrong = taken[name]
+            (us, spread), wrong = taken[name]
             rows[name]["wrong"] = wrong
             if not wrong:
-                ratios = [us / taken[peer][0] for peer in peers]
+                ratios = [us / taken[peer][0].us for peer in peers]
                 share = None if floor is None else floor / us
-                rows[name].update(zip(_TIMED, (us, *ratios, size / us / 1e3, share), strict=True))
+                rows[name].update(zip(_TIMED, (us, spread, *ratios, size / us / 1e3, share), strict=True))
         return {
             **cell._asdict(),
             "sets": sets,
             "bytes": size,
             "floor_us": floor,
-            "peers": {name: taken[name][0] for name in peers},
+            "peers": {name: taken[name][0].us for name in peers},
+            "peers_spread": {name: taken[name][0].spread for name in peers},
             "strategies": rows,
         }
 
@@ -128,7 +129,7 @@ def check_arguments(
         raise ValueError(f"cache: expected one of {', '.join(CACHES)}, got {cache!r}")
     if cache != "warm" and torch.device(device).type != "cuda":
         raise ValueError(f"cache: expected warm on a CPU, got {cache!r}")
-    loaded = kernel_loader.resolve(kernels)
+    loaded = measured_kernels(kernels)
     return loaded, strategies_of(loaded.module, strategies, overlaps)
 
 
@@ -161,7 +162,7 @@ def bench_topk(
         overlaps: of the strategy "previous" with the winners.
         cache: "warm", and on a GPU "cold" or "both".
         strategies: of `STRATEGIES`; by default all that the kernels can.
-        kernels: as in `SparseConfig`.
+        kernels: as in `SparseConfig`; only "auto" may fall back, which "kernels" of the result says.
         rounds: turns of each call, by default 5; on a GPU replays of each graph, by default 20, fewer for slow ones.
         limit: seconds after which no further cell begins; "left_out" names those that didn't.
         progress: called with (stage, done, total or None).
@@ -200,7 +201,7 @@ def bench_topk(
         "bandwidth": bandwidth,
         "l2_bytes": clock.l2,
         "timed_by": "CUDA graph" if clock.on_gpu else "clock",
-        "kernels": {"source": loaded.source, "backend": loaded.backend, "fallback": loaded.fallback},
+        "kernels": described(loaded),
         "scores": scores,
         "ragged": ragged,
         "rounds": clock.rounds,

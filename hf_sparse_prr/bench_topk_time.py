@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .bench_time import Call, Captured, Timer, in_turns
+from .bench_time import Call, Captured, Taken, Timer, in_turns
 
 ROUNDS, REPLAYS = 5, 20
 _WARM = 4  # sets of rows that warm calls take turns with
@@ -53,7 +53,7 @@ def wrong_rows(results: Sequence[torch.Tensor], winners: torch.Tensor) -> int:
 
 
 class Clock:
-    """Microseconds of calls, and how many rows of a graph's replay are wrong.
+    """Times of calls, and how many rows of a graph's replay are wrong.
 
     rounds: turns of each call, on a GPU replays of its graph.
     """
@@ -74,14 +74,14 @@ class Clock:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def __call__(self, tasks: dict[str, Task], sets: int, cache: str) -> dict[str, tuple[float, int]]:
+    def __call__(self, tasks: dict[str, Task], sets: int, cache: str) -> dict[str, tuple[Taken, int]]:
         if self.on_gpu:
             return {name: self.replayed(task, sets, cache) for name, task in tasks.items()}
         calls = {name: task.call for name, task in tasks.items()}
-        us = in_turns(calls, sets, self.device, self.rounds, lambda *_: None)
-        return {name: (value, 0) for name, value in us.items()}
+        times = in_turns(calls, sets, self.device, self.rounds, lambda *_: None)
+        return {name: (taken, 0) for name, taken in times.items()}
 
-    def replayed(self, task: Task, sets: int, cache: str) -> tuple[float, int]:
+    def replayed(self, task: Task, sets: int, cache: str) -> tuple[Taken, int]:
         """Of a CUDA graph of so many calls as take milliseconds. The peers' results are dropped: they are large."""
         timed = Timer(self.device)
         call = task.call if task.winners is not None else lambda index: (task.call(index), None)[1]
@@ -94,4 +94,4 @@ class Clock:
             captured.replay()
             wrong = wrong_rows(captured.results, task.winners[: turns * len(captured.results[0])])
         replays = min(max(round(_ALL_MS / (eager * max(steps, turns))), 3), self.rounds)
-        return captured.us(replays, self._between(cache)), wrong
+        return captured.timed(replays, self._between(cache)), wrong

@@ -28,6 +28,8 @@ def small(monkeypatch):
 @pytest.mark.parametrize("shape", module.SHAPES)
 def test_it_reports_what_it_measured(shape):
     found = bench_indexed(shape, tokens=100, rounds=1, steps=2, prefill=90)
+    assert found["bench"] == "layer" and found["kernels"]["source"] == "bundled"
+    assert found["spread"] == {"stock": None, "serial": None, "prr": None}  # of two steps
     assert set(found["ms"]) == {"stock", "serial", "prr"} and found["ratio_to_stock"]["stock"] == 1
     assert found["error"] < 1e-5 and 0 < found["hit_rate"] <= 1
     # 40 of 100 tokens or more, and all index keys: 32 + 8 and 16 channels of 4 bytes
@@ -54,6 +56,8 @@ def test_an_unknown_shape_is_refused():
     [
         (["--shape", "glm-5", "--context", "40"], "expected more than the 40 that a query selects, got 40"),
         (["--shape", "glm-5", "--context", "100", "--selector", "quest"], "they are the model's"),
+        (["--shape", "glm-5", "--budget", "10"], "expected no --selector, --budget, --heads"),
+        (["--shape", "glm-5", "--prefill", "x"], "--prefill: expected tokens like 16384, 16K or 1M, got 'x'"),
         (["--shape", "glm5"], "--shape: expected one of"),
         (["--prefill", "1K"], "--prefill: expected a shape with an indexer, got 'smollm2'"),
     ],
@@ -71,4 +75,9 @@ def test_the_command_prints_a_table_and_json():
     )
     assert shown.exit_code == 0, shown.output
     assert "glm-5: 4 heads, 100 tokens, 40 selected" in shown.output and "a prompt of 60 tokens" in shown.output
-    assert json.loads(shown.output.strip().splitlines()[-1])["shape"]["index_topk"] == 40
+    found = json.loads(shown.output.strip().splitlines()[-1])
+    assert found["shape"]["index_topk"] == 40
+    assert found["command"].startswith(
+        "hf-sparse-prr bench layer --shape glm-5 --context 100 --prefill 60 --selector auto"
+    )
+    assert found["command"] in shown.output.splitlines() and "budget" not in found["command"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hf_sparse_prr.bench_exact import ExactnessError, best_blocks
 from hf_sparse_prr.bench_problem import COLD, cold_layers, predicted_at
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
 from hf_sparse_prr.bench_stages import Work
+from hf_sparse_prr.bench_time import Taken, in_turns, spread_of
 from hf_sparse_prr.shapes import shape
 
 pytestmark = pytest.mark.compat
@@ -41,7 +43,7 @@ def test_reports_times_hits_and_bytes(selector: str) -> None:
     assert list(settings) == [*COMPARED, "prr natural"]
     assert set(stages) == {*STAGES, "repair natural"}
     for row in (*settings.values(), *stages.values()):
-        assert row["us"] > 0
+        assert row["us"] > 0 and row["spread"] >= 0
         assert row["floor_us"] is row["floor_share"] is None  # no GPU whose bandwidth is known
     serial = settings["serial"]
     assert serial["to_dense"] == serial["us"] / settings["dense"]["us"]
@@ -209,8 +211,8 @@ class _Replayed:
         for step, result in enumerate(self.results):
             result.copy_(self._call(step % self._layers) + self.error)
 
-    def us(self, replays: int) -> float:
-        return 7.0
+    def timed(self, replays: int) -> Taken:
+        return Taken(7.0)
 
 
 def test_replays_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,17 +220,37 @@ def test_replays_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPa
     settings = {name: Work(lambda layer: torch.full((2,), float(layer))) for name in ("dense", "serial", "prr 1")}
     stages = {"score": settings["serial"]}
     at = (3, torch.device("cpu"), 30, lambda *_: None)
-    assert segment._replayed(settings, stages, *at) == dict.fromkeys(("dense", "serial", "prr 1", "score"), 7.0)
+    assert segment._replayed(settings, stages, *at) == dict.fromkeys(("dense", "serial", "prr 1", "score"), Taken(7.0))
     monkeypatch.setattr(_Replayed, "error", 1e-3)
     with pytest.raises(ExactnessError, match="serial in a CUDA graph: expected the bits of the same without one"):
         segment._replayed(settings, stages, *at)
 
 
+def test_kernels_that_do_not_load_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_loader, "_from_hub", lambda *_: kernel_loader._from_folder(Path("/nowhere"), "hub"))
+    for call in (
+        lambda: bench_segment("smollm2", **SMALL, kernels="a/b"),
+        lambda: bench_layer(600, 256, kernels="a/b"),
+    ):
+        with pytest.raises(kernel_loader.KernelError, match="kernels from a/b could not be loaded"):
+            call()
+
+
 def test_floor_and_share_follow_from_bytes_and_bandwidth() -> None:
-    row = segment._figures(20.0, Work(lambda layer: None, 24e6, 48e6, 0.5), 4.8e12)
+    row = segment._figures(Taken(20.0, 0.1), Work(lambda layer: None, 24e6, 48e6, 0.5), 4.8e12)
+    assert (row["us"], row["spread"]) == (20.0, 0.1)
     assert (row["floor_us"], row["floor_share"], row["gb_per_s"]) == (5.0, 0.25, 2400.0)
-    row = segment._figures(20.0, Work(lambda layer: None), 4.8e12)
+    row = segment._figures(Taken(20.0), Work(lambda layer: None), 4.8e12)
     assert row["floor_us"] is row["floor_share"] is row["gb_per_s"] is None
+
+
+def test_a_spread_is_the_middle_half_of_all_calls_over_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spread_of([1.0, 2.0, 3.0]) is None
+    assert spread_of([2.0] * 9) == 0
+    assert spread_of([1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx(2 / 3)
+    seconds = iter(range(1000))
+    monkeypatch.setattr("hf_sparse_prr.bench_time.time.perf_counter", lambda: float(next(seconds)))
+    assert in_turns({"it": lambda layer: None}, 1, torch.device("cpu"), 2, lambda *_: None) == {"it": Taken(1e6, 0.0)}
 
 
 def test_layers_of_a_gpu_exceed_its_l2_and_fit_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,3 +308,5 @@ def test_layer_config_is_the_shapes_unless_heads_are_given() -> None:
     assert config.hidden_size == 512
     with pytest.raises(ValueError, match="heads: expected a multiple of kv_heads=4, got 6"):
         layer_config("smollm2", 3, 1, 6, 4, None)
+    with pytest.raises(ValueError, match="head_dim: expected an even number, got 63"):
+        layer_config("smollm2", 3, 1, None, None, 63)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from hf_sparse_prr import bench_topk as module
 from hf_sparse_prr import bench_topk_time as times
 from hf_sparse_prr import kernel_loader
+from hf_sparse_prr.bench_time import Taken
 from hf_sparse_prr.bench_topk import bench_topk, default_grid
 from hf_sparse_prr.bench_topk_rows import STRATEGIES, Rows, strategies_of, takes_threshold
 from hf_sparse_prr.bench_topk_time import Cell, Clock, Task, sets_of, wrong_rows
@@ -92,7 +93,7 @@ def test_reports_every_cell(dtype: torch.dtype) -> None:
             == [*HINTS[:-1], "predicted", "oracle", "threshold", "stale"]
         )
         for row in cell["strategies"].values():
-            assert row["wrong"] == 0 < row["us"] and row["floor_share"] is None
+            assert row["wrong"] == 0 < row["us"] and row["floor_share"] is None and row["spread"] >= 0
             assert row["to_topk"] == pytest.approx(row["us"] / cell["peers"]["torch.topk"])
             assert row["to_sort"] == pytest.approx(row["us"] / cell["peers"]["torch.sort"])
             assert row["gb_per_s"] == pytest.approx(cell["bytes"] / row["us"] / 1e3)
@@ -200,8 +201,8 @@ class _Replayed:
     def replay(self) -> None:
         self.results = [each + self.error for each in self.results]
 
-    def us(self, replays: int, before: Callable[[], Any]) -> float:
-        return float(replays)
+    def timed(self, replays: int, before: Callable[[], Any]) -> Taken:
+        return Taken(float(replays))
 
 
 @pytest.mark.parametrize("eager, layers, steps, replays", [(0.05, 6, 64, 20), (1.0, 4, 4, 20), (20.0, 2, 2, 4)])
@@ -214,16 +215,16 @@ def test_graphs_take_milliseconds_and_are_checked(
     clock = Clock(CPU, 20)
     winners = torch.arange(24, dtype=torch.int32).view(12, 2)
     task, peer = Task(lambda index: winners.split(2)[index], winners), Task(lambda index: (winners, winners))
-    assert clock.replayed(task, 6, "cold") == (replays, 0)
+    assert clock.replayed(task, 6, "cold") == (Taken(replays), 0)
     monkeypatch.setattr(_Replayed, "error", 1)
-    assert clock.replayed(peer, 6, "warm") == (replays, 0)  # of a peer nothing is kept or checked
-    us, wrong = clock.replayed(task, 6, "warm")
-    assert us == replays and wrong >= 2 * layers
+    assert clock.replayed(peer, 6, "warm") == (Taken(replays), 0)  # of a peer nothing is kept or checked
+    taken, wrong = clock.replayed(task, 6, "warm")
+    assert taken.us == replays and wrong >= 2 * layers
     assert _Replayed.made == [(layers, steps)] * 3
 
 
 def test_a_wrong_replay_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Clock, "__call__", lambda self, tasks, sets, cache: dict.fromkeys(tasks, (5.0, 3)))
+    monkeypatch.setattr(Clock, "__call__", lambda self, tasks, sets, cache: dict.fromkeys(tasks, (Taken(5.0), 3)))
     found = bench_topk(**TINY, strategies=["none"])
     row = found["cells"][0]["strategies"]["none"]
     assert (found["wrong"], row["wrong"], row["us"]) == (3, 3, None)
@@ -290,8 +291,10 @@ def test_what_is_left_out_is_said() -> None:
 def test_wide_numbers_fit_a_terminal_of_80_columns() -> None:
     row = {"wrong": 128, "us": 123456.7, "to_topk": 12345.6, "to_sort": 1234.5, "gb_per_s": 4321.0, "floor_share": 0.9}
     row |= {"passes": 34.5, "candidates": 524288.0, "fallback": 1.0}
-    blank = dict.fromkeys(("us", "to_topk", "to_sort", "gb_per_s", "floor_share"))
+    row |= {"spread": 0.3}
+    blank = dict.fromkeys(("us", "spread", "to_topk", "to_sort", "gb_per_s", "floor_share"))
     cell = {"n": 2**20, "k": 2048, "rows": 128, "peers": {"torch.topk": 12.3, "torch.sort": 0.123456}}
+    cell["peers_spread"] = {"torch.topk": 0.1, "torch.sort": None}
     strategies = {"previous 0.95": row, "none": row | blank}
     cells = [{**cell, "cache": each, "strategies": strategies} for each in ("warm", "cold")]
     found = {"device": "GPU", "threads": 1, "torch": "2", "triton": None, "dtype": "float32", "bandwidth": 1.0}
@@ -305,6 +308,10 @@ def test_wide_numbers_fit_a_terminal_of_80_columns() -> None:
         shown = out.getvalue()
         assert "…" not in shown and "none there" in shown and "9 more (in the JSON)" in shown
         assert " 123457 " in shown and " - " in shown
+        assert "noisy: in 2 of 8 times" in shown.replace("\n", " ")
+        assert ("/none: the time" in shown, "/topk, /sort: the time" in shown, "floor: " in shown) == (
+            (True, False, False) if ablation else (False, True, True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +344,7 @@ def test_the_command_reports_wrong_rows_by_its_exit_code(monkeypatch: pytest.Mon
     loaded = SimpleNamespace(
         module=kernels_that(False, lambda found: found.flip(1)), source="made", backend="reference", fallback=None
     )
-    monkeypatch.setattr(kernel_loader, "resolve", lambda key: loaded)
+    monkeypatch.setattr(kernel_loader, "resolve", lambda key, strict: loaded)
     result = call(*SMALL, "--strategies", "none")
     assert result.exit_code == terminal.EXIT_DIFFERENT
     assert "error: expected the rows of a stable sort, got 24 others" in result.stderr

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from hf_sparse_prr import cli, kernel_loader
+from hf_sparse_prr import cli
 from hf_sparse_prr.commands import app, generate, terminal
 from hf_sparse_prr.demo.passkey import PASSKEY, island, passkey_prompt
 from hf_sparse_prr.demo.prompt import text_prompt
@@ -265,89 +265,7 @@ def test_text_prompt_in_chat_form(tokenizer: PreTrainedTokenizerFast) -> None:
     assert cut == 0
 
 
-SEGMENT = ["segment", "--shape", "smollm2", "--context", "1024", "--budget", "512", "--rounds", "1"]
-
-
-def call_bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
-
-
-def test_bench_segment_prints_tables_and_json_as_the_last_line() -> None:
-    result = call_bench(*SEGMENT, "--context", 1030)
-    assert result.exit_code == 0, result.output
-    *lines, last = result.stdout.splitlines()
-    document = json.loads(last)
-    assert [each["context"] for each in document["contexts"]] == [1024, 1030]
-    shown = "\n".join(lines)
-    for words in (
-        "1024 tokens", "1030 tokens", "dense SDPA", "serial sparse", "select", "partials", "merge", "predict", "append",
-        "PRR, hits", "repair, hits", "(natural)", "9 heads over 3 KV heads of 64", "PRR equals serial bit for bit",
-        "kernels: reference (bundled)", document["command"],
-    ):  # fmt: skip
-        assert words in shown
-    assert "…" not in shown  # nothing is cut off
-    again = call_bench(*document["command"].split()[2:], "--json")
-    assert json.loads(again.stdout)["contexts"][1]["natural"] == document["contexts"][1]["natural"]
-
-
-def test_bench_segment_prints_only_json_when_asked() -> None:
-    options = ("--hit-rate", 1, "--hit-rate", "natural", "--layers", 2, "--kernels", "reference", "--json")
-    result = call_bench(*SEGMENT, "--context", "1K", "--selector", "infllm_v2", *options)
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert (document["bench"], document["selector"], document["block_size"]) == ("segment", "infllm_v2", 64)
-    assert [each["context"] for each in document["contexts"]] == [1024, 1024]
-    assert list(document["contexts"][0]["settings"])[3:] == ["prr 1", "prr natural"]
-    assert document["kernels"]["source"] == "reference" and document["contexts"][0]["layers"] == 2
-    assert "--hit-rate 1 --hit-rate natural" in document["command"] and "--kernels reference" in document["command"]
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--shape", "gpt2"], ("shape", "qwen3-32b", "smollm2", "gpt2")),
-        (["--selector", "best"], ("selector", "'quest'", "'infllm_v2'", "best")),
-        (["--block-size", "17"], ("block_size", "'auto', 16, 32, 64, 128", "17")),
-        (["--context", "100"], ("context", "1024 .. 1048576", "100")),
-        (["--context", "many"], ("--context", "16K", "many")),
-        (["--hit-rate", "2"], ("hit_rate", "0 to 1", "2")),
-        (["--hit-rate", "often"], ("--hit-rate", "natural", "often")),
-        (["--kernels", "no/such/folder"], ("no/such/folder", "Remedy")),
-        (["--dtype", "int8"], ("--dtype", "bfloat16", "int8")),
-        (["--device", "abacus"], ("--device", "cuda:1", "abacus")),
-    ],
-)
-def test_bench_segment_refuses_what_cannot_be(arguments: list[str], words: tuple[str, ...]) -> None:
-    result = call_bench(*SEGMENT, *arguments)
-    refused(result, terminal.EXIT_USAGE, *words)
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_bench_segment_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = kernel_loader.resolve("auto").module
-    real = module.repair_merge
-    monkeypatch.setattr(module, "repair_merge", lambda *args, **kwargs: real(*args, **kwargs) * 1.01)
-    refused(call_bench(*SEGMENT), terminal.EXIT_DIFFERENT, "output of step 0", "expected within")
-
-
-def test_bench_layer_refuses_a_cache_that_fits_the_budget() -> None:
-    refused(call_bench("layer", "--context", 512, "--budget", 1024), terminal.EXIT_USAGE, "tokens", "1024", "512")
-
-
 def test_text_prompt_of_no_tokens_is_refused() -> None:
     nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
         text_prompt(nothing, "a text", "a question", limit=120)
-
-
-def test_bench_layer_takes_a_shape() -> None:
-    small = ("--tokens", 600, "--budget", 256, "--rounds", 1, "--heads", 8, "--kv-heads", 2, "--head-dim", 16)
-    result = call_bench("layer", "--shape", "glm-z1-9b", "--selector", "infllm_v2", *small, "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    assert (document["shape"]["name"], document["shape"]["heads"]) == ("glm-z1-9b", 8)
-    assert document["selector"] == "infllm_v2"
-    *lines, last = call_bench("layer", *small[2:], "--context", "1K").stdout.splitlines()
-    assert json.loads(last)["shape"]["tokens"] == 1024
-    assert "ms a step" in "\n".join(lines) and "1024 tokens" in "\n".join(lines)
-    refused(call_bench("layer", "--shape", "gpt2"), terminal.EXIT_USAGE, "shape", "glm-4-9b", "gpt2")

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from hf_sparse_prr.commands.terminal import EXIT_USAGE, CommandError
+from hf_sparse_prr.bench_exact import ExactnessError
+from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, CommandError
+from hf_sparse_prr.kernel_loader import KernelError
+
+
+@contextmanager
+def one_line_refusals() -> Iterator[None]:
+    """What a benchmark raises as a `CommandError`: a wrong result, what can't be measured, too small a memory."""
+    try:
+        yield
+    except ExactnessError as error:
+        raise CommandError(error, EXIT_DIFFERENT) from error
+    except (ValueError, KernelError) as error:
+        raise CommandError(error, EXIT_USAGE) from error
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        message = f"expected sizes that fit the memory, got none for {asked[1] if asked else 'one more tensor'}"
+        raise CommandError(message, EXIT_USAGE) from error
 
 
 def dtype_of(name: str | None, device: str) -> torch.dtype:
@@ -47,6 +68,10 @@ def words_of(option: str, texts: list[str] | None) -> list[str]:
 
 def numbers_of(option: str, texts: list[str] | None) -> list[int]:
     return list(dict.fromkeys(tokens_of(word, option, "numbers") for word in words_of(option, texts)))
+
+
+def rates_of(option: str, texts: list[str] | None) -> list[float | None]:
+    return list(dict.fromkeys(rate_of(word) for word in words_of(option, texts)))
 
 
 def shares_of(option: str, texts: list[str] | None) -> list[float]:

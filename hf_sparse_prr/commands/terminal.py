@@ -56,13 +56,15 @@ class Bar:
         )
 
     def __enter__(self) -> Bar:
-        self._bars.start()
+        if self._console.is_terminal:
+            self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
         steps = "" if total is None else f"{done}/{total}"

@@ -9,41 +9,53 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+
 _STATS = ("passes", "cand.", "fallback")
 
 
 def show(out: Console, found: dict[str, Any], ablation: bool) -> None:
     """What ran where, the tables, what columns mean, and what was left out."""
-    kernels = found["kernels"]
-    lines = [
-        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, triton {found['triton'] or 'none'}, "
-        f"{found['dtype']}, kernels: {kernels['backend']} ({kernels['source']})",
+    say(
+        out,
+        machine_line(found),
         f"{found['scores']} scores{', ragged rows' if found['ragged'] else ''}; us a call, {found['timed_by']}, "
         f"medians of {found['rounds']}",
         found["command"],
-    ]
-    _print(out, *lines, *([kernels["fallback"]] if kernels["fallback"] else []))
+        *fallback_lines(found),
+    )
     if ablation:
         out.print(_ablation(found))
     else:
         for (n, k), cells in groupby(found["cells"], key=lambda cell: (cell["n"], cell["k"])):
             out.print(_table(n, k, list(cells), found["bandwidth"] is not None))
-    _print(
-        out,
-        "wrong: rows that differ from a stable sort, and aren't timed. /topk, /sort, /none: the time to torch.topk's, "
-        "torch.sort's, that without a guess. GB/s: of scores read once and indices written; floor: the share of the "
-        "time that those take at the data sheet's bandwidth. Means of rows: passes, candidates, fallbacks of a search. "
-        "The references use every guess, compiled kernels thresholds alone, Triton's none.",
-    )
+    say(out, _legend(ablation, found["bandwidth"] is not None), *noise_lines(_spreads(found["cells"])))
     for reason, cells in groupby(found["left_out"], key=lambda cell: cell["reason"]):
         names = ["{n} x {k} x {rows} {cache}".format(**cell) for cell in cells]
         shown = ", ".join(names if len(names) <= 12 else [*names[:11], f"{len(names) - 11} more (in the JSON)"])
-        _print(out, f"left out, {reason} ({len(names)}, N x k x rows): {shown}")
+        say(out, f"left out, {reason} ({len(names)}, N x k x rows): {shown}")
 
 
-def _print(out: Console, *lines: str) -> None:
-    for line in lines:
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+def _legend(ablation: bool, known: bool) -> str:
+    """What the columns mean that are shown."""
+    ratios = "/none: the time to that without a guess." if ablation else "/topk, /sort: the time to torch's."
+    floor = "; floor: the share of the time that those take at the data sheet's bandwidth" if known else ""
+    moved = "" if ablation else f" GB/s: of scores read once and indices written{floor}."
+    return (
+        f"wrong: rows that differ from a stable sort, and aren't timed. {ratios}{moved} Means of rows: passes, "
+        "candidates, fallbacks of a search. The references use every guess, compiled kernels thresholds alone, "
+        "Triton's none."
+    )
+
+
+def _spreads(cells: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Of every time, by what and where it was measured."""
+    found = {}
+    for cell in cells:
+        at = "{n} x {k} x {rows} {cache}".format(**cell)
+        found.update({f"{name} at {at}": spread for name, spread in cell["peers_spread"].items()})
+        found.update({f"{name} at {at}": row["spread"] for name, row in cell["strategies"].items()})
+    return found
 
 
 def _number(value: float | None) -> str:
@@ -51,12 +63,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _of_search(row: dict[str, Any]) -> list[str]:
-    return [f"{row['passes']:.1f}", f"{row['candidates']:.0f}", _percent(row["fallback"])]
+    return [f"{row['passes']:.1f}", f"{row['candidates']:.0f}", percent(row["fallback"])]
 
 
 def _new(title: str, *columns: str) -> Table:
@@ -78,7 +86,7 @@ def _table(n: int, k: int, cells: list[dict[str, Any]], known: bool) -> Table:
             table.add_row(f" {name}", "", _number(us), *ratios)
         for name, row in cell["strategies"].items():
             measured = [_number(row[key]) for key in ("us", "to_topk", "to_sort", "gb_per_s")]
-            share = [_percent(row["floor_share"])] if known else []
+            share = [percent(row["floor_share"])] if known else []
             table.add_row(f" {name}", str(row["wrong"]), *measured, *share, *_of_search(row))
     return table
 
