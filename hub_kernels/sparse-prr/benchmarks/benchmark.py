@@ -1,9 +1,11 @@
-"""What `kernels benchmark` runs: each op at two published models' shapes, checked against its reference.
+"""What `kernels benchmark` runs: each op at two published models' shapes, checked against its baseline.
 
     python hub_kernels/build.py hub_kernels/sparse-prr && kernels benchmark ./hub_kernels/sparse-prr
 
 A time is that of one call with its launches, from Python, and of waiting for it: what an eager step pays. NOTES.md has
-times of kernels alone. The speed-up is over the plain-torch reference on the same device.
+times of kernels alone. The speed-up is over a baseline on the same device: the op's plain-torch reference, but of
+GvrTopk torch's stable sort, and of Repair the reference of serial attention, which has no prediction to reuse. On a CPU
+the ops are those references: a speed-up there says nothing.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ LLAMA_8B, GLM_4_9B = (8, 4, 128), (2, 16, 128)  # KV heads, query heads of one, 
 
 
 class AtShapes:
-    """An op's workloads: `prepare` makes the inputs, `run` is timed, `expected` is the reference's result."""
+    """An op's workloads: `prepare` makes the inputs, `run` is timed, with the references as ops as its baseline."""
 
     kernel: Any
     device: str
