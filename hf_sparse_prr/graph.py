@@ -6,8 +6,10 @@ dense layers, whose attention takes another shape for each length. What follows 
 the device alone (`SparseGQA._attend_on_device`), so a replay is right for every later token, until a buffer moves.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +41,12 @@ def captured(run: Callable[[], torch.Tensor], output: torch.Tensor) -> tuple[Rep
     return graph.replay, torch.cuda.memory_reserved(output.device) - before
 
 
-def _pointers(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What a graph has burnt in of them."""
-    return tuple(None if each is None else (each.data_ptr(), each.shape) for each in tensors)
+def _nothing() -> None:
+    """A reference to None."""
+
+
+def _reference(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return _nothing if tensor is None else weakref.ref(tensor)
 
 
 class Tail:
@@ -59,7 +64,11 @@ class Tail:
         self._off = False
         self._single = 0  # forwards of one token so far
         self._done: torch.Tensor | None = None  # what the tail returned last
-        self._seen: Any = None  # the state of the last token
+        self._given: Any = None  # what the last token's layers were given, but for tensors' values
+        self._buffers: list[
+            Callable[[], torch.Tensor | None]
+        ] = []  # of the last token; held, they would outlive a growth
+        self._shapes: Any = None  # of its priors
         self._replay: Replay | None = None
         self._inputs: dict[str, Any] = {}
         self._output: torch.Tensor | None = None
@@ -78,33 +87,31 @@ class Tail:
         return stock(hidden_states, **kwargs) if self._done is None else self._done
 
     def _token(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The tail's output, or None: this token has to run as ever. One does before a graph is captured, so that every
-        kernel is compiled and the state is that of a token; one more after each change of a buffer."""
+        """The tail's output, or None: this token has to run as ever. Two do before a graph is captured, so that every
+        kernel is compiled and the state is one that a token leaves; and two after each change of a buffer."""
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         self._single += hidden_states.shape[1] == 1
         if self._off or not self._can_replay(hidden_states):
-            self._seen = self._replay = None
+            self._given = self._replay = None
             return None
-        state = self._state(hidden_states, kwargs)
-        if state != self._seen:
-            self._seen, self._replay = state, None
-            return None
-        if self._replay is None:
+        same = self._is_known(hidden_states, kwargs)
+        if same and self._replay is not None and self._priors_are_ours():
+            self._fill({"hidden_states": hidden_states, **kwargs})
+            calls = self._calls()
+            self._replay()
+            self._calls(calls, 1)
+            self.notes.replayed += 1
+            self._advance()
+            return self._output
+        fresh, self._replay = self._replay is None, None
+        if same and fresh and self._shapes == self._prior_shapes():
             grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
             for layer in self._held:
                 layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
-            self._seen = self._state(hidden_states, kwargs)
-            return self._capture(hidden_states, kwargs) if state == self._seen else None
-        if any(layer.memory.prior is not prior for layer, prior in zip(self._held, self._priors, strict=True)):
-            self._seen = self._replay = None
-            return None
-        self._fill({"hidden_states": hidden_states, **kwargs})
-        calls = self._calls()
-        self._replay()
-        self._calls(calls, 1)
-        self.notes.replayed += 1
-        self._advance()
-        return self._output
+            if self._is_known(hidden_states, kwargs):
+                return self._capture(hidden_states, kwargs)
+        self._know(hidden_states, kwargs)
+        return None
 
     def _can_replay(self, hidden_states: torch.Tensor) -> bool:
         """Whether this is a decode token for which every row of every layer selects, after another one."""
@@ -125,19 +132,34 @@ class Tail:
             for layer in self._held
         )
 
-    def _state(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        """What a graph takes for granted: while it is equal, a replay does what running would."""
+    def _tensors(self) -> Iterator[torch.Tensor | None]:
+        """Buffers that a graph reads and writes where they are."""
         tokens, statistics = self.cache.tokens, self.handle.recorder.statistics_of(self.cache)
+        yield from (tokens.valid, tokens.start, tokens.end)
+        for index, layer in enumerate(self._held, self.first):
+            yield from (layer.keys, layer.values, layer.memory.ema, statistics.held(index), *layer.summaries)
+
+    def _describe(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in _CACHES})
         given = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves]
-        held = []
-        for index, layer in enumerate(self._held, self.first):
-            memory = layer.memory
-            held.append(_pointers(layer.keys, layer.values, memory.ema, *layer.summaries, statistics.held(index)))
-            assert memory.prior is not None
-            held.append(tuple(leaf.shape for leaf in tree_leaves(tuple(memory.prior)) if leaf is not None))
-        own = (hidden_states.shape, hidden_states.dtype, hidden_states.device)
-        return own, sorted(kwargs), given, _pointers(tokens.valid, tokens.start, tokens.end), held
+        return hidden_states.shape, hidden_states.dtype, hidden_states.device, sorted(kwargs), given
+
+    def _prior_shapes(self) -> Any:
+        priors = [tuple(layer.memory.prior) for layer in self._held]
+        return [leaf.shape for leaf in tree_leaves(priors) if leaf is not None]
+
+    def _know(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        self._given, self._shapes = self._describe(hidden_states, kwargs), self._prior_shapes()
+        self._buffers = [_reference(tensor) for tensor in self._tensors()]
+
+    def _is_known(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether a graph of the last token does for this one what running it would."""
+        if self._given != self._describe(hidden_states, kwargs):
+            return False
+        return all(held() is each for held, each in zip_longest(self._buffers, self._tensors(), fillvalue=_nothing))
+
+    def _priors_are_ours(self) -> bool:
+        return all(layer.memory.prior is prior for layer, prior in zip(self._held, self._priors, strict=True))
 
     def _capture(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Run this token as a graph would, and capture it for the next."""
@@ -156,7 +178,6 @@ class Tail:
             finally:
                 self._calls(calls, 0)
             self.notes.captured += self._replay is not None
-            self._seen = self._state(hidden_states, kwargs)
         return output
 
     def _fill(self, given: dict[str, Any]) -> None:
