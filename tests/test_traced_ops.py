@@ -337,6 +337,19 @@ def test_what_eager_refuses_is_refused_in_a_trace():
         torch.compile(lambda x: gvr_topk(x, -1), fullgraph=True, backend="aot_eager")(scores)
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda query, box, last: (query[0], box, last), r"query: expected \[B, H, G, D\], got \[2, 4, 16\]"),
+    (lambda query, box, last: (query, box[..., :8], last), r"lower: expected .* = \[1, 2, .., 16\], got"),
+    (lambda query, box, last: (query, box, last.expand(3)), r"last: expected \[B\] = \[1\], got \[3\]"),
+])  # fmt: skip
+def test_a_compiled_op_refuses_what_does_not_fit(change, message):
+    quest = lambda query, box, last: traceable(kernels).quest_scores(query, box, box, 0, last)  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        torch.compile(quest, fullgraph=True, backend="aot_eager")(
+            *change(torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 5, 16), torch.zeros(1).int())
+        )
+
+
 class Segment:
     """A layer of fixed size that holds 1024 columns, and takes more."""
 

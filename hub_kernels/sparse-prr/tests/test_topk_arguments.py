@@ -44,6 +44,10 @@ def test_gvr_topk_without_stats_returns_a_tensor(ops):
         ((SCORES, True), "k: expected an int >= 0, got True"),
         ((SCORES, None), "k: expected an int >= 0, got None"),
         ((SCORES, torch.tensor(2)), "k: expected an int >= 0, got tensor(2"),
+        ((SCORES, np.float64(2)), "k: expected an int >= 0, got np.float64(2.0)"),
+        ((SCORES, np.True_), "k: expected an int >= 0, got np.True_"),
+        ((SCORES, np.int64(-1)), "k: expected an int >= 0, got np.int64(-1)"),
+        ((SCORES.to_sparse(), 1), "scores: expected a strided tensor, got torch.sparse_coo"),
     ],
 )
 def test_gvr_topk_rejects(ops, arguments, message):
@@ -75,11 +79,19 @@ def test_gvr_topk_rejects_lengths(ops, lengths, message):
         (torch.zeros(2, 4), "hint: expected an integer tensor [2, M], got [2, 4] in torch.float32"),
         (torch.zeros(2, 4, dtype=torch.bool), "hint: expected an integer tensor [2, M], got [2, 4] in torch.bool"),
         (torch.zeros(2, 4, dtype=torch.int32, device="meta"), "hint: expected device {device}, got meta"),
+        (torch.zeros(2, 4, dtype=torch.int32).to_sparse(), "hint: expected a strided tensor, got torch.sparse_coo"),
     ],
 )
 def test_gvr_topk_rejects_hints(ops, hint, message):
     with pytest.raises(ValueError, match=re.escape(message.format(device=SCORES.device))):
         ops.gvr_topk(SCORES, 1, hint=hint)
+
+
+@pytest.mark.parametrize("k", [np.int64(5), np.uint8(5), np.int32(500)])
+def test_gvr_topk_takes_integers_of_numpy(ops, k):
+    scores = torch.randn(2, 300)
+    assert torch.equal(ops.gvr_topk(scores, k), ops.gvr_topk(scores, int(k)))
+    assert torch.equal(ops.topk_threshold(scores, k), ops.topk_threshold(scores, int(k)))
 
 
 def test_gvr_topk_takes_options_by_keyword_only(ops):

@@ -3,8 +3,10 @@
 import torch
 
 from .._ops import ops  # type: ignore[import-not-found]
+from ..reference.check import integer
+from ..reference.index import check_index_arguments
 from ..reference.topk import check_topk_arguments
-from ..triton_kernels.index import TILES, TOKENS, index_scores, score_tokens
+from ..triton_kernels.index import TILES, TOKENS, score_tokens
 from .topk import MOST, gvr_topk
 
 _EMITTED = TILES * TOKENS
@@ -24,9 +26,10 @@ def index_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference. With a threshold, for one query a batch row and up to 16K columns, the scores' kernel leaves
     candidates and the top-k reads them alone: 1 us less. With more, the loop that leaves them loses it again."""
-    batch, queries = query.shape[:2]
+    check_index_arguments(query, weights, keys, valid, end)
+    k, (batch, queries) = integer("k", k, 0), query.shape[:2]
     if threshold is None or queries != 1 or not 0 < k <= MOST or not 0 < keys.shape[1] <= _EMITTED:
-        scores = index_scores(query, weights, keys, valid, end, scale=scale)
+        scores, _ = score_tokens(query, weights, keys, valid, end, scale, None)
         chosen = gvr_topk(scores.flatten(0, 1), k, hint=hint, threshold=threshold)
         return chosen.view(batch, queries, k), scores  # type: ignore[union-attr]
     check_topk_arguments(query.new_empty((batch, 0), dtype=torch.float32), k, hint, None, threshold)

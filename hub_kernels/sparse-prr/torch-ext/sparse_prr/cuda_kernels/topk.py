@@ -10,6 +10,7 @@ what was measured on the GPU.
 import torch
 
 from .._ops import ops  # type: ignore[import-not-found]
+from ..reference.select import check_select_arguments
 from ..reference.topk import TopKStats, check_topk_arguments
 from ..triton_kernels.tuned import config
 
@@ -52,7 +53,7 @@ def gvr_topk(
 ) -> torch.Tensor | tuple[torch.Tensor, TopKStats]:
     """As the reference; one to three launches, nothing is read on the host. way: one of the above, instead of the
     fastest. A hint is read only if GUESSED is asked for: to gather it costs more than a sample (NOTES.md)."""
-    check_topk_arguments(scores, k, hint, lengths, threshold)
+    k = check_topk_arguments(scores, k, hint, lengths, threshold)
     rows = scores.shape[0]
     if way is None:
         way = way_of(scores, k, guessed=threshold is not None)
@@ -78,7 +79,7 @@ def gvr_topk(
 
 def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, within the width of a bin; a block a row."""
-    check_topk_arguments(scores, k, None, lengths)
+    k = check_topk_arguments(scores, k, None, lengths)
     threshold = torch.empty((scores.shape[0], 2), dtype=torch.float32, device=scores.device)
     ops.topk_threshold(threshold, _with_unit_stride(scores), k, _integers(lengths))
     return threshold
@@ -88,6 +89,7 @@ def select_blocks(
     scores: torch.Tensor, forced: torch.Tensor, k: int, *, hint: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, in the same one launch: forced and free blocks come out merged."""
+    k = check_select_arguments(scores, forced, k, hint)
     batch, heads, _ = scores.shape
     selected = torch.empty((batch, heads, forced.shape[2] + k), dtype=torch.int32, device=scores.device)
     free = torch.empty((batch, heads, k), dtype=torch.int32, device=scores.device)

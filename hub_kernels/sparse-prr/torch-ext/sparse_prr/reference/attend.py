@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from .check import FLOATS, INT32, expect, expect_rows, integer
 from .sums import fixed_sum
 
 LOG2_E = math.log2(math.e)
@@ -42,6 +43,33 @@ def _unused(query: torch.Tensor, blocks: torch.Tensor) -> Partials:
     )
 
 
+def check_attention_arguments(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    blocks: torch.Tensor,
+    end: torch.Tensor,
+    block_size: int,
+    *,
+    name: str = "blocks",
+) -> int:
+    """Raise ValueError for what the host can tell is outside the contract of `block_partials`. name: of the list.
+
+    Returns:
+        block_size as an int.
+    """
+    expect("query", query, "B, H, G, D", (None,) * 4, FLOATS)
+    (batch, heads, _, dim), device, dtypes = query.shape, query.device, (query.dtype,)
+    expect("keys", keys, "B, H, T, D", (batch, heads, None, dim), dtypes, device)
+    columns = keys.shape[2]
+    expect("values", values, "B, H, T, D", (batch, heads, columns, dim), dtypes, device)
+    expect_rows(valid, start, end, batch, columns, device)
+    expect(name, blocks, "B, H, K", (batch, heads, None), INT32, device)
+    return integer("block_size", block_size, 1)
+
+
 def block_partials(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -60,11 +88,15 @@ def block_partials(
     and values alone, not on the rest of the list: only elementwise operations and sums of fixed shape are used.
 
     Args:
-        query: [B, H, G, D].  keys, values: [B, H, T, D].  valid: [B, T] bool.  start: [B] integer.
-        blocks: int32 [B, H, K], -1 = unused, in any order.
+        query: [B, H, G, D].  keys, values: [B, H, T, D] in its dtype.  valid: [B, T] bool.  start: [B] integer.
+        blocks: int32 [B, H, K], -1 = unused, in any order; others begin before column T, which isn't checked.
         end: [B] integer, columns at or past it are not attended (the query's own column + 1).
-        scale: of the logits before the softmax.  block_size: S.
+        scale: of the logits before the softmax.  block_size: S; in kernels a power of two from 16.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or block_size outside the above.
     """
+    block_size = check_attention_arguments(query, keys, values, valid, start, blocks, end, block_size)
     heads, dim = query.shape[1], query.shape[3]
     columns = keys.shape[2]
     if blocks.shape[2] == 0:  # serial decoding predicts nothing

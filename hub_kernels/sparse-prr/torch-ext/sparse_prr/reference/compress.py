@@ -2,8 +2,29 @@
 
 import torch
 
+from .check import BOOL, FLOATS, expect, expect_rows
 from .summary import touched_blocks
 from .sums import fixed_sum
+
+
+def check_window_arguments(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    means: torch.Tensor,
+    filled: torch.Tensor,
+    end: torch.Tensor,
+    window: int,
+    stride: int,
+) -> None:
+    """Raise ValueError for what the host can tell is outside the contract of `compress_keys`."""
+    if stride < 1 or window < stride or window % stride:
+        raise ValueError(f"window: expected a positive multiple of stride={stride}, got {window}")
+    expect("keys", keys, "B, H, T, D", (None,) * 4, FLOATS)
+    (batch, heads, columns, dim), device = keys.shape, keys.device
+    expect_rows(valid, start, end, batch, columns, device)
+    expect("means", means, "B, H, N, W, D", (batch, heads, None, None, dim), (keys.dtype,), device)
+    expect("filled", filled, "B, H, N, W", means.shape[:4], BOOL, device)
 
 
 def compress_keys(
@@ -28,15 +49,15 @@ def compress_keys(
 
     Args:
         keys: [B, H, T, D], post-RoPE.  valid: [B, T] bool.  start: [B] integer, first real column of each row.
-        means: [B, H, N, W, D] in the dtype of keys, written.  filled: bool [B, H, N, W], written.
+        means: [B, H, N, W, D] in the dtype of keys, written.  filled: bool [B, H, N, W], written. N blocks must reach
+            column end - 1, which isn't checked.
         end: [B] integer, and count: each row's new columns, end - count .. end - 1.  window: a multiple of stride.
             S = W * stride.
 
     Raises:
-        ValueError: `window` is not a positive multiple of `stride`.
+        ValueError: `window` is not a positive multiple of `stride`; shapes, dtypes or devices outside the above.
     """
-    if stride < 1 or window < stride or window % stride:
-        raise ValueError(f"window: expected a positive multiple of stride={stride}, got {window}")
+    check_window_arguments(keys, valid, start, means, filled, end, window, stride)
     if count <= 0:
         return
     _, heads, columns, dim = keys.shape

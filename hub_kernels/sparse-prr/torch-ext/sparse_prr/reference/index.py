@@ -2,9 +2,22 @@
 
 import torch
 
+from .check import BOOL, FLOATS, INTEGERS, expect, size_or_1
 from .topk import gvr_topk
 
 _HELD = 2**22  # logits that are held at a time, 32 MB
+
+
+def check_index_arguments(
+    query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, end: torch.Tensor
+) -> None:
+    """Raise ValueError for anything outside the contract of `index_scores`."""
+    expect("query", query, "B, Q, I, E", (None,) * 4, FLOATS)
+    (batch, queries, heads, dim), device = query.shape, query.device
+    expect("weights", weights, "B, Q, I", (batch, queries, heads), FLOATS, device)
+    expect("keys", keys, "B, T, E", (batch, None, dim), (query.dtype,), device)
+    expect("valid", valid, "B, T", (batch, keys.shape[1]), BOOL, device)
+    expect("end", end, "B or 1, Q", (size_or_1(end, 0, batch), queries), INTEGERS, device)
 
 
 def index_scores(
@@ -22,12 +35,16 @@ def index_scores(
     float32 keeps.
 
     Args:
-        query: [B, Q, I, E].  weights: [B, Q, I].  keys: [B, T, E].
+        query: [B, Q, I, E].  weights: [B, Q, I].  keys: [B, T, E] in the dtype of query.
         valid: bool [B, T].  end: [B or 1, Q] integer, columns at or past it aren't scored (the query's own + 1).
 
     Returns:
         fp32 [B, Q, T]; NaN for a column that isn't scored.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
     """
+    check_index_arguments(query, weights, keys, valid, end)
     batch, queries, heads, dim = query.shape
     columns = keys.shape[1]
     scores = query.new_empty((batch, queries, columns), dtype=torch.float32)
@@ -63,6 +80,9 @@ def index_topk(
 
     Returns:
         int32 [B, Q, k], ascending, -1 in unused slots, which come last; fp32 [B, Q, T].
+
+    Raises:
+        ValueError: shapes, dtypes, devices or k outside the above.
     """
     scores = index_scores(query, weights, keys, valid, end, scale=scale)
     chosen = gvr_topk(scores.flatten(0, 1), k, hint=hint, threshold=threshold)

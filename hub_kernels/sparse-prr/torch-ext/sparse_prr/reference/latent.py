@@ -2,17 +2,52 @@
 
 import torch
 
+from .check import FLOATS, INT32, expect
 from .merge import slots_of
 
 _HELD = 2**23  # gathered numbers that are held at a time, 64 MB
+
+
+def check_listed_arguments(latents: torch.Tensor, ropes: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise ValueError for what the host can tell is outside the contract of `gather_tokens`."""
+    expect("latents", latents, "B, T, C", (None,) * 3, FLOATS)
+    (batch, columns, _), device = latents.shape, latents.device
+    expect("ropes", ropes, "B, T, A", (batch, columns, None), (latents.dtype,), device)
+    expect("tokens", tokens, "B, Q, K", (batch, None, None), INT32, device)
+
+
+def check_latent_arguments(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    ropes: torch.Tensor,
+    tokens: torch.Tensor,
+    predicted: torch.Tensor,
+    held: torch.Tensor | None,
+) -> None:
+    """Raise ValueError for what the host can tell is outside the contract of `latent_attention`."""
+    check_listed_arguments(latents, ropes, tokens)
+    (batch, queries, _), device, dtypes = tokens.shape, latents.device, (latents.dtype,)
+    width = latents.shape[2] + ropes.shape[2]
+    expect("query", query, "B, Q, H, C + A", (batch, queries, None, width), dtypes, device)
+    expect("predicted", predicted, "B, Q, P", (batch, queries, None), INT32, device)
+    guesses = predicted.shape[2]
+    if held is not None:
+        expect("held", held, "B, Q, P, C + A", (batch, queries, guesses, width), dtypes, device)
+    elif guesses:
+        raise ValueError(f"held: expected the rows of {guesses} predicted tokens, got None")
 
 
 def gather_tokens(latents: torch.Tensor, ropes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """[B, Q, K, C + A]: latent and RoPE key of each listed token; zeros in unused slots.
 
     Args:
-        latents: [B, T, C].  ropes: [B, T, A].  tokens: int32 [B, Q, K], -1 = unused, in any order.
+        latents: [B, T, C].  ropes: [B, T, A] in its dtype.  tokens: int32 [B, Q, K], -1 = unused, in any order; others
+            are below T, which isn't checked.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
     """
+    check_listed_arguments(latents, ropes, tokens)
     row = torch.arange(tokens.shape[0], device=tokens.device)[:, None, None]
     at = tokens.long().clamp(min=0)
     rows = torch.cat([latents[row, at], ropes[row, at]], dim=-1)
@@ -51,14 +86,18 @@ def latent_attention(
     float32 keeps.
 
     Args:
-        query: [B, Q, H, C + A].  latents: [B, T, C].  ropes: [B, T, A].
-        tokens: int32 [B, Q, K], ascending, -1 = unused.
+        query: [B, Q, H, C + A].  latents: [B, T, C].  ropes: [B, T, A].  All in one dtype.
+        tokens: int32 [B, Q, K], ascending, -1 = unused; others are below T, which isn't checked.
         predicted: int32 [B, Q, P], in any order, whose rows are in `held`, [B, Q, P, C + A], from `gather_tokens`;
             P = 0 and None without a prediction.
 
     Returns:
         fp32 [B, Q, H, C]; 0 where nothing is listed.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
     """
+    check_latent_arguments(query, latents, ropes, tokens, predicted, held)
     batch, queries, heads, _ = query.shape
     channels, slots = latents.shape[2], tokens.shape[2]
     output = query.new_empty((batch, queries, heads, channels), dtype=torch.float32)

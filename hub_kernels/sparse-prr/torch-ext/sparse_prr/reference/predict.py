@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from .check import FP32, INTEGERS, expect
+
 
 def normalise(scores: torch.Tensor) -> torch.Tensor:
     """I = (raw - min) / (max - min) over the scored blocks of each row: [.., N] in [0, 1], NaN where scores are NaN.
@@ -60,6 +62,18 @@ class EmaStep(NamedTuple):
     importance: torch.Tensor
 
 
+def check_ema_arguments(
+    scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, last: torch.Tensor
+) -> None:
+    """Raise ValueError for anything outside the contract of `ema_step`."""
+    expect("scores", scores, "B, H, N", (None,) * 3, FP32)
+    shape, device = scores.shape, scores.device
+    expect("level", level, "B, H, N", shape, FP32, device)
+    expect("trend", trend, "B, H, N", shape, FP32, device)
+    expect("ema", ema, "B, 3", (shape[0], 3), FP32, device)
+    expect("last", last, "B", shape[:1], INTEGERS, device)
+
+
 def ema_step(
     scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, first: int, last: torch.Tensor
 ) -> EmaStep:
@@ -68,7 +82,11 @@ def ema_step(
     Args:
         scores: fp32 [B, H, N].  level, trend: the state before.  ema: fp32 [B, 3].
         first, last: `expected` is NaN but for the blocks first .. last - 1 of each row; last: [B] integer.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
     """
+    check_ema_arguments(scores, level, trend, ema, last)
     importance = normalise(scores)
     level, trend = ema_update(level, trend, importance, ema)
     blocks = torch.arange(scores.shape[2], device=scores.device)

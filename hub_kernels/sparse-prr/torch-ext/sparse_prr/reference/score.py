@@ -3,6 +3,7 @@
 import torch
 
 from .attend import shifted
+from .check import BOOL, FLOATS, INTEGERS, expect, integer
 from .sums import fixed_sum, tree_sum
 
 GROUPS = ("sum", "max")
@@ -13,6 +14,19 @@ def _only(scores: torch.Tensor, first: int, last: torch.Tensor, empty: torch.Ten
     blocks = torch.arange(scores.shape[2], device=scores.device)
     scored = (blocks >= first) & (blocks < last[:, None])
     return scores.masked_fill(empty | ~scored[:, None], float("nan"))
+
+
+def check_quest_arguments(
+    query: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor, last: torch.Tensor, group: str
+) -> None:
+    """Raise ValueError for anything outside the contract of `quest_scores`."""
+    if group not in GROUPS:
+        raise ValueError(f"group: expected 'sum' or 'max', got {group!r}")
+    expect("query", query, "B, H, G, D", (None,) * 4, FLOATS)
+    (batch, heads, _, dim), device = query.shape, query.device
+    expect("lower", lower, "B, H, N, D", (batch, heads, None, dim), FLOATS, device)
+    expect("upper", upper, "B, H, N, D", (batch, heads, lower.shape[2], dim), FLOATS, device)
+    expect("last", last, "B", (batch,), INTEGERS, device)
 
 
 def quest_scores(
@@ -39,10 +53,9 @@ def quest_scores(
         fp32 [B, H, N]; NaN for blocks that are not scored or hold no valid token.
 
     Raises:
-        ValueError: another `group`.
+        ValueError: another `group`; shapes, dtypes or devices outside the above.
     """
-    if group not in GROUPS:
-        raise ValueError(f"group: expected 'sum' or 'max', got {group!r}")
+    check_quest_arguments(query, lower, upper, last, group)
     # Multiply and sum, not matmul: a BLAS dot product changes its bits with the shape around it, and scores must not
     # depend on the batch or on how many blocks there are. Contiguous, since a sum's order follows the strides.
     query = query.float().contiguous()
@@ -54,6 +67,28 @@ def quest_scores(
         return _only(fixed_sum(positive * upper - negative * lower, -1), first, last, empty)
     bounds = positive[:, :, :, None] * upper[:, :, None] - negative[:, :, :, None] * lower[:, :, None]
     return _only(fixed_sum(bounds, -1).amax(dim=2), first, last, empty)
+
+
+def check_infllm_arguments(
+    query: torch.Tensor,
+    means: torch.Tensor,
+    filled: torch.Tensor,
+    last: torch.Tensor,
+    length: torch.Tensor,
+    stride: int,
+) -> int:
+    """Raise ValueError for anything outside the contract of `infllm_scores`.
+
+    Returns:
+        stride as an int.
+    """
+    expect("query", query, "B, H, G, D", (None,) * 4, FLOATS)
+    (batch, heads, _, dim), device = query.shape, query.device
+    expect("means", means, "B, H, N, W, D", (batch, heads, None, None, dim), (query.dtype,), device)
+    expect("filled", filled, "B, H, N, W", means.shape[:4], BOOL, device)
+    expect("last", last, "B", (batch,), INTEGERS, device)
+    expect("length", length, "B", (batch,), INTEGERS, device)
+    return integer("stride", stride, 1)
 
 
 def infllm_scores(
@@ -74,14 +109,19 @@ def infllm_scores(
     not scored included. A window whose logit is NaN or +inf counts for nothing, but makes its block's score NaN.
 
     Args:
-        query: [B, H, G, D], post-RoPE.  means: [B, H, N, W, D] and filled: bool [B, H, N, W], from `compress_keys`.
+        query: [B, H, G, D], post-RoPE.  means: [B, H, N, W, D] in its dtype and filled: bool [B, H, N, W], from
+            `compress_keys`; in kernels W is a power of two.
         first: blocks below it are not scored.  last: [B] integer, blocks at or past it are not scored.
         length: [B] integer, tokens of each row up to the query's own.  scale: of the logits.
         stride: tokens between windows; slot w of block n ends after (n * W + w + 1) * stride tokens.
 
     Returns:
         fp32 [B, H, N] in [0, G]; NaN for blocks that are not scored or hold no window.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or stride outside the above.
     """
+    stride = check_infllm_arguments(query, means, filled, last, length, stride)
     blocks, windows = means.shape[2:4]
     if blocks == 0:
         return means.new_zeros(means.shape[:3], dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 import torch
 
+from .check import FLOATS, expect, expect_rows, integer
+
 
 def straddled(count: int, block_size: int) -> int:
     """Blocks that `count` columns may fall into, whatever the row's grid."""
@@ -17,6 +19,28 @@ def touched_blocks(
     blocks = first[:, None] + torch.arange(straddled(count, block_size), device=start.device)
     rows, slots = (blocks <= last[:, None]).nonzero(as_tuple=True)
     return rows, blocks[rows, slots]
+
+
+def check_summary_arguments(
+    keys: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    end: torch.Tensor,
+    block_size: int,
+) -> int:
+    """Raise ValueError for what the host can tell is outside the contract of `update_summaries`.
+
+    Returns:
+        block_size as an int.
+    """
+    expect("keys", keys, "B, H, T, D", (None,) * 4, FLOATS)
+    (batch, heads, columns, dim), device, dtypes = keys.shape, keys.device, (keys.dtype,)
+    expect_rows(valid, start, end, batch, columns, device)
+    expect("lower", lower, "B, H, N, D", (batch, heads, None, dim), dtypes, device)
+    expect("upper", upper, "B, H, N, D", (batch, heads, lower.shape[2], dim), dtypes, device)
+    return integer("block_size", block_size, 1)
 
 
 def update_summaries(
@@ -37,9 +61,15 @@ def update_summaries(
 
     Args:
         keys: [B, H, T, D], post-RoPE.  valid: [B, T] bool.  start: [B] integer, first real column of each row.
-        lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column end - 1.
-        end: [B] integer, and count: each row's new columns, end - count .. end - 1.  block_size: S.
+        lower, upper: [B, H, N, D] in the dtype of keys, written; N blocks must reach column end - 1, which isn't
+            checked.
+        end: [B] integer, and count: each row's new columns, end - count .. end - 1.  block_size: S; in kernels a power
+            of two from 16.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or block_size outside the above.
     """
+    block_size = check_summary_arguments(keys, valid, start, lower, upper, end, block_size)
     _, heads, columns, _ = keys.shape
     if count <= 0:
         return

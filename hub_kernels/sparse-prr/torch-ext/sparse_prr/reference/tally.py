@@ -2,9 +2,31 @@
 
 import torch
 
+from .check import FP32, INT32, INTEGERS, expect
 from .merge import slots_of
 
 TALLY = ("attended", "scored", "hits", "chosen", "guessed", "shares", "asked")
+
+
+def check_tally_arguments(
+    numbers: torch.Tensor,
+    selected: torch.Tensor,
+    free: torch.Tensor,
+    predicted: torch.Tensor,
+    importance: torch.Tensor | None,
+    last: torch.Tensor,
+) -> None:
+    """Raise ValueError for what the host can tell is outside the contract of `tally`."""
+    expect("numbers", numbers, "B, H, 7", (None, None, len(TALLY)), (torch.float64,))
+    if not numbers.is_contiguous():
+        raise ValueError(f"numbers: expected a contiguous tensor, got strides {numbers.stride()}")
+    (batch, heads, _), device = numbers.shape, numbers.device
+    expect("selected", selected, "B, H, F + K", (batch, heads, None), INT32, device)
+    expect("free", free, "B, H, K", (batch, heads, None), INT32, device)
+    expect("predicted", predicted, "B, H, J", (batch, heads, None), INT32, device)
+    if importance is not None:
+        expect("importance", importance, "B, H, N", (batch, heads, None), FP32, device)
+    expect("last", last, "B", (batch,), INTEGERS, device)
 
 
 def tally(
@@ -16,7 +38,8 @@ def tally(
     first: int,
     last: torch.Tensor,
 ) -> None:
-    """Add the counts of one token's selection to each row's own, in place: numbers, float64 [B, H, 7].
+    """Add the counts of one token's selection to each row's own, in place: numbers, contiguous float64
+    [B, H, 7].
 
     attended: blocks that were attended to or predicted in vain.  scored: blocks first .. last - 1.  hits: blocks of
     `free` that were predicted.  chosen: those of `free`.  guessed: those of `predicted`.  shares, asked: the part of
@@ -24,9 +47,14 @@ def tally(
     one where there is a prediction and a score above 0.
 
     Args:
-        selected: int32 [B, H, F + K].  free: int32 [B, H, K].  predicted: int32 [B, H, J].
+        selected: int32 [B, H, F + K].  free: int32 [B, H, K], below N, which isn't checked.  predicted: int32
+            [B, H, J].
         importance: fp32 [B, H, N] from `normalise`; None where nothing is ever predicted.  last: [B] integer.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
     """
+    check_tally_arguments(numbers, selected, free, predicted, importance, last)
     hit, chosen, guessed = slots_of(free, predicted) >= 0, free >= 0, predicted >= 0
     shares = asked = torch.zeros(free.shape[:2], dtype=torch.float64, device=free.device)
     if importance is not None and importance.shape[2]:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .check import FLOATS, INTEGERS, expect_place, integer
 from .gvr import (
     INVALID,
     Guess,
@@ -17,9 +18,6 @@ from .gvr import (
     telling,
     verify,
 )
-
-_SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class TopKStats(NamedTuple):
@@ -41,37 +39,40 @@ def check_topk_arguments(
     hint: torch.Tensor | None,
     lengths: torch.Tensor | None,
     threshold: torch.Tensor | None = None,
-) -> None:
-    """Raise ValueError for anything outside the contract of `gvr_topk`."""
+) -> int:
+    """Raise ValueError for anything outside the contract of `gvr_topk`.
+
+    Returns:
+        k as an int.
+    """
     for name, tensor in (("scores", scores), ("hint", hint), ("lengths", lengths), ("threshold", threshold)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "scores"):
             raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if scores.dim() != 2 or scores.dtype not in _SCORE_DTYPES:
+    if scores.dim() != 2 or scores.dtype not in FLOATS:
         raise ValueError(
             f"scores: expected [R, N] in float32, bfloat16 or float16, got {list(scores.shape)} in {scores.dtype}"
         )
-    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-        raise ValueError(f"k: expected an int >= 0, got {k!r}")
+    expect_place("scores", scores, None)
+    k = integer("k", k, 0)
     rows = scores.shape[0]
     for name, tensor, dims in (("lengths", lengths, 1), ("hint", hint, 2)):
         if tensor is None:
             continue
-        if tensor.dim() != dims or tensor.shape[0] != rows or tensor.dtype not in _INT_DTYPES:
+        if tensor.dim() != dims or tensor.shape[0] != rows or tensor.dtype not in INTEGERS:
             expected = f"[{rows}]" if dims == 1 else f"[{rows}, M]"
             raise ValueError(
                 f"{name}: expected an integer tensor {expected}, got {list(tensor.shape)} in {tensor.dtype}"
             )
-        if tensor.device != scores.device:
-            raise ValueError(f"{name}: expected device {scores.device}, got {tensor.device}")
+        expect_place(name, tensor, scores.device)
     if threshold is None:
-        return
+        return k
     if threshold.shape not in ((rows,), (rows, 2)) or threshold.dtype != torch.float32:
         raise ValueError(
             f"threshold: expected [{rows}] or [{rows}, 2] in torch.float32, got {list(threshold.shape)} in "
             f"{threshold.dtype}"
         )
-    if threshold.device != scores.device:
-        raise ValueError(f"threshold: expected device {scores.device}, got {threshold.device}")
+    expect_place("threshold", threshold, scores.device)
+    return k
 
 
 def _valid_keys(scores: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
@@ -112,7 +113,7 @@ def gvr_topk(
     Raises:
         ValueError: shapes, dtypes, devices or k outside the above.
     """
-    check_topk_arguments(scores, k, hint, lengths, threshold)
+    k = check_topk_arguments(scores, k, hint, lengths, threshold)
     rows, columns = scores.shape
     keys = _valid_keys(scores, lengths)
     buffer = buffer_size(k)
@@ -152,5 +153,5 @@ def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None
     Raises:
         ValueError: shapes, dtypes, devices or k outside the contract of `gvr_topk`.
     """
-    check_topk_arguments(scores, k, None, lengths)
+    k = check_topk_arguments(scores, k, None, lengths)
     return sampled_threshold(_valid_keys(scores, lengths), k)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.append import check_append_arguments
 from .launch import options, wait_for_previous
 from .tile import padded
 
@@ -27,6 +28,7 @@ def append_states(
     keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, end: torch.Tensor
 ) -> None:
     """As the reference. One program a new column and KV head."""
+    check_append_arguments(keys, values, new_keys, new_values, end)
     batch, heads, count, dim = new_keys.shape
     if new_keys.numel() == 0:
         return

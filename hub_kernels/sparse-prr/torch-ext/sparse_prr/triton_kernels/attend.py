@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.attend import LOG2_E, Partials
+from ..reference.attend import LOG2_E, Partials, check_attention_arguments
 from .launch import options, wait_for_previous
-from .tile import WARPS, attend_tile, padded, padded_group, part_of, store_tile
+from .tile import WARPS, attend_tile, check_block_size, padded, padded_group, part_of, store_tile
 
 
 @triton.jit
@@ -52,6 +52,23 @@ def block_partials(
     block_size: int,
 ) -> Partials:
     """As the reference. One program a block and KV head; block_size is a power of two, 16 at least."""
+    block_size = check_attention_arguments(query, keys, values, valid, start, blocks, end, block_size)
+    check_block_size(block_size)
+    return attend_blocks(query, keys, values, valid, start, blocks, end, scale, block_size)
+
+
+def attend_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor,
+    start: torch.Tensor,
+    blocks: torch.Tensor,
+    end: torch.Tensor,
+    scale: float,
+    block_size: int,
+) -> Partials:
+    """`block_partials` of arguments that are checked."""
     batch, heads, group, dim = query.shape
     slots = blocks.shape[2]
     partials = empty_partials(query, slots)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.index import check_index_arguments
 from .launch import options, wait_for_previous
 from .tile import padded
 from .topk import gvr_topk, order_key
@@ -104,7 +105,8 @@ def score_tokens(
     scale: float,
     threshold: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Candidates | None]:
-    """The scores, and with a threshold, fp32 [B] or [B, 2] for one query each, also the candidates that it leaves."""
+    """Of checked arguments the scores, and with a threshold, fp32 [B] or [B, 2] for one query each, also the candidates
+    that it leaves."""
     batch, queries, heads, dim = query.shape
     columns = keys.shape[1]
     scores = torch.empty((batch, queries, columns), dtype=torch.float32, device=query.device)
@@ -140,6 +142,7 @@ def index_scores(
     scale: float,
 ) -> torch.Tensor:
     """As the reference; tiles of fixed shape, so that no sum depends on what else is asked."""
+    check_index_arguments(query, weights, keys, valid, end)
     return score_tokens(query, weights, keys, valid, end, scale, None)[0]
 
 
@@ -157,5 +160,5 @@ def index_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; no guess is needed."""
     scores = index_scores(query, weights, keys, valid, end, scale=scale)
-    chosen = gvr_topk(scores.flatten(0, 1), k)
+    chosen = gvr_topk(scores.flatten(0, 1), k, hint=hint, threshold=threshold)
     return chosen.view(*scores.shape[:2], k), scores  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..reference.attend import LOG2_E
+from ..reference.latent import check_latent_arguments
 from .launch import options, wait_for_previous
 from .tile import padded
 
@@ -187,6 +188,7 @@ def latent_attention(
     """As the reference. `predicted` and `held` aren't looked at: a listed row would have to be found among what is held
     before it is read there, and reading it again gives the same bits. How queries are split, or batched, changes no
     bit either."""
+    check_latent_arguments(query, latents, ropes, tokens, predicted, held)
     batch, queries, heads, _ = query.shape
     channels, rotated, slots = latents.shape[2], ropes.shape[2], tokens.shape[2]
     result = query.new_empty((batch, queries, heads, channels), dtype=torch.float32)

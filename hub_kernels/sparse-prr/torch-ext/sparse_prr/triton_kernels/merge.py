@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 from ..reference.attend import LOG2_E, Partials
-from ..reference.merge import check_partials
-from .attend import block_partials, empty_partials
+from ..reference.merge import check_partials, check_repair_arguments
+from .attend import attend_blocks, empty_partials
 from .launch import options, wait_for_previous
-from .tile import WARPS, attend_tile, padded, padded_group, part_of, store_tile
+from .tile import WARPS, attend_tile, check_block_size, padded, padded_group, part_of, store_tile
 from .tuned import config
 
 _TAKE = 64  # ranks that are added at a time
@@ -122,6 +122,7 @@ def merged(slots: torch.Tensor | None, held: Partials, fresh: Partials) -> torch
 
 def merge_partials(partials: Partials) -> torch.Tensor:
     """As the reference. One program for a few channels of a query head."""
+    check_partials(partials)
     batch, heads, ranks, group, dim = partials.output.shape
     if ranks == 0 or partials.output.numel() == 0:
         return partials.output.new_zeros((batch, heads, group, dim))
@@ -145,13 +146,15 @@ def repair_merge(
 ) -> torch.Tensor:
     """As the reference. Two kernels: a program a rank and KV head, then the merge, which beat a last-arriving program
     that merges (10.3 us against 20 at Llama's shape, 7.5 against 31 at GLM's)."""
+    data = (query, keys, values, valid, start, selected, end, predicted)
+    block_size = check_repair_arguments(*data, partials, block_size)
+    check_block_size(block_size)
     batch, heads, group, dim = query.shape
     ranks, guesses = selected.shape[2], predicted.shape[2]
-    check_partials(predicted, partials)
     if ranks == 0 or query.numel() == 0:
         return query.new_zeros(query.shape, dtype=torch.float32)
     if partials is None or guesses == 0:
-        fresh = block_partials(query, keys, values, valid, start, selected, end, scale=scale, block_size=block_size)
+        fresh = attend_blocks(query, keys, values, valid, start, selected, end, scale, block_size)
         return merged(None, fresh, fresh)
     partials, fresh = Partials(*(part.contiguous() for part in partials)), empty_partials(query, ranks)
     slots = torch.empty((batch, heads, ranks), dtype=torch.int32, device=query.device)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.predict import EmaStep
+from ..reference.predict import EmaStep, check_ema_arguments
 from .launch import options, wait_for_previous
 from .tuned import config
 
@@ -61,6 +61,7 @@ def ema_step(
     scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, first: int, last: torch.Tensor
 ) -> EmaStep:
     """As the reference, bit for bit. Programs of CHUNK blocks: one a row took 12 us at 8192 blocks."""
+    check_ema_arguments(scores, level, trend, ema, last)
     batch, heads, blocks = scores.shape
     step = EmaStep(*(torch.empty((batch, heads, blocks), dtype=torch.float32, device=scores.device) for _ in range(4)))
     if scores.numel():

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.score import GROUPS
+from ..reference.score import check_infllm_arguments, check_quest_arguments
 from .launch import options, wait_for_previous
 from .tile import padded
 from .tuned import config
@@ -62,8 +62,7 @@ def quest_scores(
     group: str = "sum",
 ) -> torch.Tensor:
     """As the reference. Reads 2 D values a scored block."""
-    if group not in GROUPS:
-        raise ValueError(f"group: expected 'sum' or 'max', got {group!r}")
+    check_quest_arguments(query, lower, upper, last, group)
     batch, heads, heads_of_group, dim = query.shape
     blocks = lower.shape[2]
     scores = query.new_empty((batch, heads, blocks), dtype=torch.float32)
@@ -184,8 +183,11 @@ def infllm_scores(
 ) -> torch.Tensor:
     """As the reference. The softmax is exact: one kernel leaves logits and each tile's maximum and sum, one combines
     those, and one takes shares. W, the windows of a block, is a power of two up to 8."""
+    stride = check_infllm_arguments(query, means, filled, last, length, stride)
     batch, heads, group, dim = query.shape
     blocks, windows = means.shape[2:4]
+    if windows & (windows - 1):
+        raise ValueError(f"means: expected W a power of two, got {windows}")
     scores = query.new_empty((batch, heads, blocks), dtype=torch.float32)
     if scores.numel() == 0:
         return scores

@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.summary import straddled
+from ..reference.compress import check_window_arguments
+from ..reference.summary import check_summary_arguments, straddled
 from .launch import options, wait_for_previous
-from .tile import padded
+from .tile import check_block_size, padded
 
 
 @triton.jit
@@ -44,7 +45,9 @@ def update_summaries(
     count: int,
     block_size: int,
 ) -> None:
-    """As the reference. One program a block and KV head."""
+    """As the reference. One program a block and KV head; block_size is a power of two, 16 at least."""
+    block_size = check_summary_arguments(keys, valid, start, lower, upper, end, block_size)
+    check_block_size(block_size)
     batch, heads, columns, dim = keys.shape
     if count <= 0 or keys.numel() == 0:
         return
@@ -98,8 +101,7 @@ def compress_keys(
     stride: int,
 ) -> None:
     """As the reference. One program a window and KV head; W is a power of two."""
-    if stride < 1 or window < stride or window % stride:
-        raise ValueError(f"window: expected a positive multiple of stride={stride}, got {window}")
+    check_window_arguments(keys, valid, start, means, filled, end, window, stride)
     batch, heads, columns, dim = keys.shape
     windows = means.shape[3]
     if count <= 0 or keys.numel() == 0:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.tally import check_tally_arguments
 from .launch import options, wait_for_previous
 
 
@@ -62,7 +63,8 @@ def tally(
     first: int,
     last: torch.Tensor,
 ) -> None:
-    """As the reference. One program a row; `numbers` is contiguous."""
+    """As the reference. One program a row."""
+    check_tally_arguments(numbers, selected, free, predicted, importance, last)
     batch, heads, slots = free.shape
     scored = importance is not None and importance.shape[2] > 0
     weights = free if importance is None else importance

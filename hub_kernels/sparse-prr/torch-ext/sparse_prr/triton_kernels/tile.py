@@ -22,6 +22,12 @@ def part_of(block_size: int, dim: int, element_size: int) -> int:
     return max(16, min(block_size, 2**15 // (padded(dim) * element_size)))
 
 
+def check_block_size(size: int) -> None:
+    """Raise ValueError for blocks that kernels can't take: parts of another size would be read beyond, or left out."""
+    if size < 16 or size & (size - 1):
+        raise ValueError(f"block_size: expected a power of two from 16, got {size}")
+
+
 @triton.jit
 def load_query(query, stride_g, stride_d, G: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr):
     """[GP, DP] of one KV head; 0 beyond G and D."""

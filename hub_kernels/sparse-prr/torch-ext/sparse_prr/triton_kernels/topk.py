@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference.select import check_select_arguments
 from ..reference.topk import TopKStats, check_topk_arguments
 from .launch import options, wait_for_previous
 from .tuned import config
@@ -144,7 +145,7 @@ def gvr_topk(
     threshold: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TopKStats]:
     """As the reference. One program a row, five passes whatever the row holds; no guess is needed."""
-    check_topk_arguments(scores, k, hint, lengths, threshold)
+    k = check_topk_arguments(scores, k, hint, lengths, threshold)
     rows, columns = scores.shape
     indices = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
     candidates = torch.zeros(rows, dtype=torch.int32, device=scores.device)
@@ -162,6 +163,7 @@ def select_blocks(
     scores: torch.Tensor, forced: torch.Tensor, k: int, *, hint: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference. One program a row; the hint isn't needed."""
+    k = check_select_arguments(scores, forced, k, hint)
     batch, heads, _ = scores.shape
     forced = forced.expand(-1, heads, -1)
     free = torch.empty((batch, heads, k), dtype=torch.int32, device=scores.device)
