@@ -49,8 +49,8 @@ OPS = (
 class Kernels(NamedTuple):
     """A loaded kernel repo.
 
-    source: "bundled", "reference", "module NAME", "LOCAL_KERNELS", a path, or "hub REPO". backend: "triton", "cuda" or
-    "reference". fallback: why it isn't what was asked for, or None.
+    source: "bundled", "reference", "module NAME", "LOCAL_KERNELS", a path, or "hub REPO". backend: "triton", "cuda",
+    "interpreter" (of Triton's kernels) or "reference". fallback: why it isn't what was asked for, or None.
     """
 
     module: ModuleType
