@@ -6,6 +6,7 @@ the host, so they say nothing about a device. Every oracle is written in its own
 
 import os
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -14,9 +15,6 @@ import kernels
 import numpy as np
 import pytest
 import torch
-
-if device := os.environ.get("HF_SPARSE_PRR_TEST_DEVICE"):
-    torch.set_default_device(device)
 
 # The sources; or what was built from them: HF_SPARSE_PRR_TEST_KERNELS=hub_kernels/sparse-prr takes the variant of
 # `build/` that fits, a compiled one for instance
@@ -39,6 +37,30 @@ TOLERANCES = {
 }
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_environment() -> None:
+    """UsageError, one line, for what the environment asks for and can't be had: every test would fail, or test another
+    thing than was meant."""
+    device = os.environ.get("HF_SPARSE_PRR_TEST_DEVICE") or "cpu"
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise pytest.UsageError(f"HF_SPARSE_PRR_TEST_DEVICE: expected cpu, or cuda where there is a GPU, got {device}")
+    if os.environ.get("TRITON_INTERPRET") and find_spec("triton") is None:
+        raise pytest.UsageError("TRITON_INTERPRET: expected triton to be installed, got none")
+    cases = os.environ.get("PRR_CASES", "1")
+    if not cases.isdecimal() or int(cases) < 1:
+        raise pytest.UsageError(f"PRR_CASES: expected an int >= 1, got {cases}")
+    try:
+        kernels.get_local_kernel(KERNEL_REPO)
+    except FileNotFoundError:
+        asked = "HF_SPARSE_PRR_TEST_KERNELS: expected a kernel repo with a variant for this machine, got"
+        raise pytest.UsageError(f"{asked} {KERNEL_REPO}") from None
+
+
+def pytest_configure() -> None:
+    check_environment()
+    if device := os.environ.get("HF_SPARSE_PRR_TEST_DEVICE"):
+        torch.set_default_device(device)
 
 
 @pytest.fixture(scope="session")
