@@ -36,6 +36,8 @@ REGISTRATION = """\
     return PyModule_Create(&module);                                         \\
   }
 """
+NEEDED = {"general.name": str, "general.version": int, "general.license": str, "general.backends": list}
+NEEDED_BY_CUDA = {"torch.src": list, "torch.stable-abi.cuda": str, "kernel": dict}
 OPS = "import torch\n\nfrom . import {id}\n\nops = torch.ops.{id}\n"
 
 
@@ -46,6 +48,35 @@ def sources_of(folder: Path) -> list[Path]:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.name != "metadata.json"
     )
+
+
+def read_config(repo: Path, *, cuda: bool) -> dict:
+    """build.toml; ValueError where it can't be read or lacks what a build takes."""
+    path = repo / "build.toml"
+    try:
+        config = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: expected TOML, got {error}") from error
+    for name, kind in (NEEDED | NEEDED_BY_CUDA if cuda else NEEDED).items():
+        value: object = config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: expected {name}, {kind.__name__}, got {value!r}")
+    for name, kernel in config["kernel"].items() if cuda else ():
+        if not isinstance(kernel, dict) or not {"backend", "src", "cuda-capabilities"} <= kernel.keys():
+            raise ValueError(f"{path}: expected kernel.{name} with backend, src and cuda-capabilities, got {kernel!r}")
+    return config
+
+
+def find_nvcc() -> str:
+    """ValueError where there is none."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    asked = os.path.join(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else "nvcc"
+    if found := shutil.which(asked):
+        return found
+    raise ValueError(f"--cuda: expected {asked}, got none; CUDA_HOME names the toolkit's folder")
 
 
 def digest_of(paths: list[Path], root: Path) -> str:
@@ -74,9 +105,9 @@ def write_variant(variant: Path, package: Path, general: dict, backend: str, dig
     return metadata["id"]
 
 
-def compile_cuda(repo: Path, config: dict, variant: Path, name: str) -> None:
+def compile_cuda(repo: Path, config: dict, variant: Path, name: str, nvcc: str) -> None:
     """Build NAME.abi3.so, and _ops.py that loads it, with torch's stable C interface and Python's limited one."""
-    from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
+    from torch.utils.cpp_extension import include_paths, library_paths
 
     major, minor = config["torch"]["stable-abi"]["cuda"].split(".")
     kernels = [kernel for kernel in config["kernel"].values() if kernel["backend"] == "cuda"]
@@ -86,7 +117,7 @@ def compile_cuda(repo: Path, config: dict, variant: Path, name: str) -> None:
     generated.mkdir()
     (generated / "registration.h").write_text(REGISTRATION)
     command = [
-        os.path.join(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else "nvcc",
+        nvcc,
         *("-shared", "-std=c++17", "-O3", "--threads=0", "--cudart=shared", "-Xcompiler=-fPIC"),
         *(f"-gencode=arch=compute_{entry},code=sm_{entry}" for entry in sorted(capabilities)),
         *("-DCUDA_KERNEL", "-DUSE_CUDA", "-DPy_LIMITED_API=0x03090000", f"-DTORCH_EXTENSION_NAME={name}"),
@@ -102,17 +133,16 @@ def compile_cuda(repo: Path, config: dict, variant: Path, name: str) -> None:
     (variant / "_ops.py").write_text(OPS.format(id=name))
 
 
-def build(repo: Path, *, cuda: bool = False) -> list[Path]:
-    """Write every variant and return their folders. `build/` is replaced as a whole."""
-    config = tomllib.loads((repo / "build.toml").read_text())
+def write_variants(repo: Path, new: Path, config: dict, nvcc: str | None) -> None:
+    """Every variant into the folder `new`, a compiled one with nvcc."""
     general = config["general"]
     package = repo / "torch-ext" / general["name"].replace("-", "_")
-    new = repo / "build.new"
-    shutil.rmtree(new, ignore_errors=True)
+    if not package.is_dir():
+        raise ValueError(f"{package}: expected the sources of {general['name']}, got no folder")
     digest = digest_of(sources_of(package), package)
     for backend in general["backends"]:
         write_variant(new / f"torch-{backend}", package, general, backend, digest)
-    if cuda:
+    if nvcc:
         import torch
 
         native = [repo / path for part in (config["torch"], *config["kernel"].values()) for path in part["src"]]
@@ -121,9 +151,26 @@ def build(repo: Path, *, cuda: bool = False) -> list[Path]:
         toolkit = "cu" + torch.version.cuda.replace(".", "")
         variant = new / f"{framework}-{toolkit}-{platform.machine()}-{platform.system().lower()}"
         name = write_variant(variant, package, general, "cuda", digest)
-        compile_cuda(repo, config, variant, name)
-    shutil.rmtree(repo / "build", ignore_errors=True)
-    new.rename(repo / "build")
+        compile_cuda(repo, config, variant, name, nvcc)
+
+
+def build(repo: Path, *, cuda: bool = False) -> list[Path]:
+    """Write every variant and return their folders. `build/` is replaced as a whole, or, where a build fails, kept.
+
+    Raises:
+        ValueError: build.toml isn't what a build takes, or there is no nvcc.
+        CalledProcessError: nvcc failed, and said why.
+    """
+    config = read_config(repo, cuda=cuda)
+    nvcc = find_nvcc() if cuda else None
+    new = repo / "build.new"
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        write_variants(repo, new, config, nvcc)
+        shutil.rmtree(repo / "build", ignore_errors=True)
+        new.rename(repo / "build")
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return sorted((repo / "build").iterdir())
 
 
@@ -139,5 +186,9 @@ if __name__ == "__main__":
 
         if torch.version.cuda is None:
             parser.error(f"--cuda: expected a CUDA build of torch, got {torch.__version__}")
-    for folder in build(arguments.repo, cuda=arguments.cuda):
+    try:
+        folders = build(arguments.repo, cuda=arguments.cuda)
+    except (ValueError, subprocess.CalledProcessError) as error:
+        sys.exit(f"build.py: {error if isinstance(error, ValueError) else 'nvcc failed, see above'}")
+    for folder in folders:
         print(folder)
