@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_sparse_prr.commands.terminal import EXIT_USAGE, Bar, CommandError, one_line_errors
+from hf_sparse_prr.kernel_loader import resolve
 
 
 def tune(
@@ -32,8 +34,9 @@ def tune(
         if output is not None:
             _check_writable(output)
         gpu = _gpu(device)
-        from hf_sparse_prr.bundled import tune as measuring  # here: it needs triton
-        from hf_sparse_prr.bundled.triton_kernels import tuned
+        kernels = resolve("auto").module.__name__  # those that will run: compiled ones have more to choose
+        measuring = import_module(f"{kernels}.tune")  # here: it needs triton
+        tuned = import_module(f"{kernels}.triton_kernels.tuned")
 
         path = output or tuned.user_folder() / tuned.file_name(torch.cuda.get_device_name(gpu))
         new = _check_writable(path)

@@ -221,7 +221,7 @@ def test_refused_tensors(cuda):
     scores = torch.zeros(2, 8, device="cuda")
     with pytest.raises(ValueError, match="scores: expected"):
         cuda.gvr_topk(scores.double(), 1)
-    with pytest.raises(RuntimeError, match="forced: expected int32"):
+    with pytest.raises(ValueError, match="forced: expected"):
         cuda.select_blocks(scores[None], torch.zeros(1, 1, 3, dtype=torch.int64, device="cuda"), 1)
 
 

@@ -40,7 +40,17 @@ def test_index_scores_equal_float64(ops, dtype, assert_close):
     assert_close(scores, np.where(seen, expected, NAN), dtype, magnitude=magnitude)
 
 
-def test_index_scores_do_not_depend_on_neighbours_or_on_what_is_not_seen(ops, dtype, assert_same_bits):
+def test_index_scores_do_not_depend_on_what_is_not_seen(ops, dtype, assert_same_bits):
+    query, weights, keys, valid, end = index_problem(dtype)
+    together = ops.index_scores(query, weights, keys, valid, end, scale=0.25)
+    keys = keys.clone()
+    keys[~valid] = NAN
+    assert_same_bits(ops.index_scores(query, weights, keys, valid, end, scale=0.25), together)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="numpy's matmul, which the interpreter takes, changes bits with its shape")
+def test_index_scores_do_not_depend_on_neighbours(ops, dtype, assert_same_bits):
+    """One query has tiles of its own."""
     query, weights, keys, valid, end = index_problem(dtype)
     together = ops.index_scores(query, weights, keys, valid, end, scale=0.25)
     for b in range(B):
@@ -48,9 +58,6 @@ def test_index_scores_do_not_depend_on_neighbours_or_on_what_is_not_seen(ops, dt
             part = (x[b : b + 1, q : q + 1] for x in (query, weights))
             alone = ops.index_scores(*part, keys[b : b + 1], valid[b : b + 1], end[:, q : q + 1], scale=0.25)
             assert_same_bits(alone[0, 0], together[b, q])
-    keys = keys.clone()
-    keys[~valid] = NAN
-    assert_same_bits(ops.index_scores(query, weights, keys, valid, end, scale=0.25), together)
 
 
 def test_an_infinite_key_scores_as_it_does(ops, dtype):

@@ -49,12 +49,22 @@ struct Stream {
   bool* fallback;  // [rows]: the guess was bad, and the row was read again
 };
 
-// The key of row r's known threshold.
+// What is known before: the key of a threshold, 0 if there is none after all, and how far up candidates are said to lie,
+// 0 if that isn't known.
+struct Known {
+  uint32_t key, reach;
+};
+
+// Row r's threshold.
 struct Given {
   const Stream& s;
   int64_t r;
 
-  __device__ uint32_t operator()() const { return key_of(s.threshold[r * s.threshold_stride]); }
+  __device__ Known operator()() const {
+    const float* given = s.threshold + r * s.threshold_stride;
+    const float low = given[0], high = s.reaches ? given[1] : NAN;  // both loads before either is looked at
+    return {key_of(low), key_of(high)};
+  }
 };
 
 // THREADS * ITEMS entries of a row, in fours.
@@ -136,11 +146,11 @@ __device__ Guess order_statistic(Row& sample, float target, int k, int N, Shared
 // What a sample says of a given key: the guess that it is, if it leaves between k and CAPACITY entries; else key 0. The
 // sample is too small to tell k from 1.2 k, and what is given is as a rule better than it.
 template <int THREADS, typename Row>
-__device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THREADS / 32>& shared) {
+__device__ Guess verified(Row& sample, Known given, int k, int N, Shared<THREADS / 32>& shared) {
   int own = 0;
-  uint32_t top = given;
+  uint32_t top = max(given.key, given.reach);
   sample.each([&](uint32_t key, int) {
-    own += key >= given;
+    own += key >= given.key;
     top = max(top, key);
   });
   top = __reduce_max_sync(ALL, top);
@@ -148,20 +158,21 @@ __device__ Guess verified(Row& sample, uint32_t given, int k, int N, Shared<THRE
   const float spacing = static_cast<float>(N) / Row::SIZE, left = spacing * total_of<THREADS>(own, shared);
   top = __reduce_max_sync(ALL, threadIdx.x % 32 < THREADS / 32 ? shared.high[threadIdx.x % 32] : 0u);
   const bool good = left >= k && left <= 0.85f * CAPACITY;
-  return {good ? given : 0u, shift_beyond(given, top, k, spacing), top};
+  return {good ? given.key : 0u, shift_beyond(given.key, top, k, spacing), top};
 }
 
 // The guess for a row by a block of THREADS that samples ITEMS entries a thread, half of them to verify what is known.
-// `given()` is its key, called where `known`; 0: nothing after all. Ends with the histogram empty.
-template <typename T, int THREADS, int ITEMS, typename Known>
-__device__ Guess guess(const T* row, int k, int N, int limit, bool known, Known given, Shared<THREADS / 32>& shared) {
-  if (known) {
+// `given()` is called where there is `something`. Ends with the histogram empty.
+template <typename T, int THREADS, int ITEMS, typename Get>
+__device__ Guess guess(const T* row, int k, int N, int limit, bool something, Get given,
+                       Shared<THREADS / 32>& shared) {
+  if (something) {
     Sample<T, THREADS, ITEMS / 2> few;
     few.load(row, N);
-    const uint32_t key = given();
+    const Known known = given();
     few.rank(N, limit);
-    if (key) {
-      const Guess found = verified<THREADS>(few, key, k, N, shared);
+    if (known.key) {
+      const Guess found = verified<THREADS>(few, known, k, N, shared);
       if (found.key) return found;
       __syncthreads();
     }
@@ -172,9 +183,9 @@ __device__ Guess guess(const T* row, int k, int N, int limit, bool known, Known 
   return order_statistic<THREADS>(sample, target_of(k, static_cast<float>(N) / sample.SIZE), k, N, shared);
 }
 
-// The key of the mean of the finite scores that row r's hint points at; 0: there are none.
+// The mean of the finite scores that row r's hint points at, if there are any.
 template <typename T, int THREADS>
-__device__ uint32_t mean_of_hint(const Stream& s, int64_t r, const T* row, int limit, Shared<THREADS / 32>& shared) {
+__device__ Known mean_of_hint(const Stream& s, int64_t r, const T* row, int limit, Shared<THREADS / 32>& shared) {
   float own = 0.0f;
   int valid = 0;
   for (int m = threadIdx.x; m < s.M; m += THREADS) {
@@ -192,7 +203,7 @@ __device__ uint32_t mean_of_hint(const Stream& s, int64_t r, const T* row, int l
   float sum = 0.0f;
   for (int warp = 0; warp < THREADS / 32; ++warp) sum += __uint_as_float(shared.low[warp]);
   __syncthreads();
-  return valid ? key_of(sum / valid) : 0u;
+  return {valid ? key_of(sum / valid) : 0u, 0u};
 }
 
 // One block a row writes the row's guess, where there are too many rows for each block of `collect` to sample for
