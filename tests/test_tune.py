@@ -10,8 +10,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hf_sparse_prr.commands import app, terminal, tune
+from hf_sparse_prr.kernel_loader import resolve
 
 GPU = "NVIDIA Test-1000"
+KERNELS = resolve("auto").module.__name__
 
 
 def call(*arguments: object) -> Result:
@@ -49,8 +51,8 @@ def test_installed_package_has_the_committed_files() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU by name, and the choices that measuring it would give."""
     pytest.importorskip("triton")
-    measuring = import_module("hf_sparse_prr.bundled.tune")
-    tuned = import_module("hf_sparse_prr.bundled.triton_kernels.tuned")
+    measuring = import_module(f"{KERNELS}.tune")
+    tuned = import_module(f"{KERNELS}.triton_kernels.tuned")
     case = "llama 32K"
     chosen = {op: measuring.Choice(values, {case: 4.0}, {case: 4.0}, []) for op, values in tuned.DEFAULTS.items()}
     chosen["merge"] = measuring.Choice({"DS": 64}, {case: 4.0}, {case: 3.0}, ["{'DS': 16}: another result, llama"])
@@ -62,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_choices_go_to_the_file_that_the_kernels_read(measured: None, tmp_path: Path) -> None:
-    tuned = import_module("hf_sparse_prr.bundled.triton_kernels.tuned")
+    tuned = import_module(f"{KERNELS}.triton_kernels.tuned")
     result = call()
     assert result.exit_code == 0, result.output
     path = tmp_path / "cache" / "tuned" / "NVIDIA_Test-1000.json"
