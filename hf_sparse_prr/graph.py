@@ -65,9 +65,7 @@ class Tail:
         self._single = 0  # forwards of one token so far
         self._done: torch.Tensor | None = None  # what the tail returned last
         self._given: Any = None  # what the last token's layers were given, but for tensors' values
-        self._buffers: list[
-            Callable[[], torch.Tensor | None]
-        ] = []  # of the last token; held, they would outlive a growth
+        self._buffers: list[Callable[[], Any]] = []  # of the last token; held, they would outlive a growth
         self._shapes: Any = None  # of its priors
         self._replay: Replay | None = None
         self._inputs: dict[str, Any] = {}
@@ -81,11 +79,13 @@ class Tail:
         if at > 0:
             return hidden_states if hidden_states is self._done else stock(hidden_states, *args, **kwargs)
         cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
-        if args or cache is not self.cache:  # another thread's
+        if args or cache is not self.cache or torch.is_grad_enabled():  # the first: another thread's
             return stock(hidden_states, *args, **kwargs)
         self._done = self._token(hidden_states, kwargs)
         return stock(hidden_states, **kwargs) if self._done is None else self._done
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _token(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tail's output, or None: this token has to run as ever. Two do before a graph is captured, so that every
         kernel is compiled and the state is one that a token leaves; and two after each change of a buffer."""
@@ -116,7 +116,7 @@ class Tail:
     def _can_replay(self, hidden_states: torch.Tensor) -> bool:
         """Whether this is a decode token for which every row of every layer selects, after another one."""
         cache, step = self.cache, self.cache.step
-        if hidden_states.device.type not in DEVICES or hidden_states.shape[1] != 1 or torch.is_grad_enabled():
+        if hidden_states.device.type not in DEVICES or hidden_states.shape[1] != 1:
             return False
         if step is None or self._config.num_hidden_layers != len(self.handle.plans):  # drafts by early exit run fewer
             return False
@@ -163,21 +163,20 @@ class Tail:
 
     def _capture(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Run this token as a graph would, and capture it for the next."""
-        with torch.inference_mode(False):
-            given = {"hidden_states": hidden_states, **kwargs}
-            self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
-            self._priors = [layer.memory.prior.map(torch.clone) for layer in self._held]
-            output = self._run()
-            self._output = output.clone()
-            self._advance()
-            calls = self._calls()
-            try:
-                self._replay, self.notes.bytes = captured(self._run, self._output)
-            except RuntimeError as error:  # what was captured so far never ran
-                self._off, self.notes.reason = True, f"the step can't be captured: {str(error).splitlines()[0]}"
-            finally:
-                self._calls(calls, 0)
-            self.notes.captured += self._replay is not None
+        given = {"hidden_states": hidden_states, **kwargs}
+        self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
+        self._priors = [layer.memory.prior.map(torch.clone) for layer in self._held]
+        output = self._run()
+        self._output = output.clone()
+        self._advance()
+        calls = self._calls()
+        try:
+            self._replay, self.notes.bytes = captured(self._run, self._output)
+        except RuntimeError as error:  # what was captured so far never ran
+            self._off, self.notes.reason = True, f"the step can't be captured: {str(error).splitlines()[0]}"
+        finally:
+            self._calls(calls, 0)
+        self.notes.captured += self._replay is not None
         return output
 
     def _fill(self, given: dict[str, Any]) -> None:
@@ -185,7 +184,6 @@ class Tail:
             if isinstance(held, torch.Tensor):
                 held.copy_(value)
 
-    @torch.no_grad()
     def _run(self) -> torch.Tensor:
         """All layers on the inputs that are held; what they remember goes where it was."""
         self.cache.tokens.shared.clear()
@@ -255,6 +253,10 @@ def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | Non
     config = handle.model.config.get_text_config(decoder=True)
     if not handle.config.cuda_graph:
         return "cuda_graph=False"
+    if any("forward" in each.__dict__ or each._compiled_call_impl for each in (handle.model, handle.model.base_model)):
+        return "the model's forward was compiled or replaced"
+    if any(each is not None and each._compiled_call_impl for each in decoders):
+        return "a layer is compiled"
     if handle.config.trace:
         return "trace=True keeps tensors of every token"
     if handle.indexer is not None:

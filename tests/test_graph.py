@@ -80,6 +80,13 @@ def test_growth_of_the_cache_captures_again(speculate, monkeypatch):
     assert cache.get_seq_length() == 150 + 59
 
 
+def test_growth_under_inference_mode(monkeypatch):
+    monkeypatch.setattr(SparseLayer, "_room_for", lambda self, columns: columns + 10)
+    with torch.inference_mode():
+        handle, _ = twice(tiny_llama(), prompt(), SPARSE, tokens=60)
+    assert handle.graphs.captured >= 4
+
+
 @BOTH
 def test_rows_of_different_lengths(speculate):
     ids, mask = left_pad([prompt(150)[0], prompt(110, seed=1)[0]], extra=3)
@@ -229,6 +236,15 @@ def hooked(model):
     model.model.layers[2].mlp.register_forward_hook(lambda *_: None)
 
 
+def compiled_model(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
 def replaced(model):
     model.model.layers[2].forward = model.model.layers[2].forward
 
@@ -240,6 +256,8 @@ def replaced(model):
         (None, dict(trace=True), {}, "trace=True keeps tensors of every token"),
         (None, dict(hint="rope"), {}, "hint='rope' is worked out on the host"),
         (hooked, {}, {}, "a hook on LlamaMLP"),
+        (compiled_model, {}, {}, "the model's forward was compiled or replaced"),
+        (compiled_layers, {}, {}, "a layer is compiled"),
         (replaced, {}, {}, "a layer's forward was replaced (accelerate's hooks do it)"),
         (
             None,
