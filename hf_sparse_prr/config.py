@@ -83,7 +83,8 @@ class SparseConfig:
         workspace: bytes that the prompt of a model with an indexer may take at a time, about, beside its cache and
             activations; its queries come in as many parts as that needs, of one query at least.
         cuda_graph: generate() on an NVIDIA GPU replays the sparse layers of a decode step as a CUDA graph where they
-            can be captured; the report says what became of it.
+            can be captured; the report says what became of it. Hooks, adapters and weights of those layers that
+            change while it runs are not seen.
     """
 
     selector: str = "auto"

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
+from threading import Lock
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,20 +27,28 @@ DEVICES = ("cuda",)
 # What counts its experts routes tokens by host code, which a graph would repeat for the token that it was captured with
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CACHES = ("cache", "past_key_values")
-_SOME = 8  # tokens without a graph that the report has a word for
+_SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
+_BUSY = "another generate() of this model is running"
+_LOCK, _INSTALLING = Lock(), Lock()
 
 Replay = Callable[[], None]
 
 
 def captured(run: Callable[[], torch.Tensor], output: torch.Tensor) -> tuple[Replay, int]:
     """What repeats `run`, and leaves in `output` what it returned; and the bytes that it keeps. RuntimeError where
-    something in it can't be captured."""
-    torch.cuda.empty_cache()  # as a capture does
-    before = torch.cuda.memory_reserved(output.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(output.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output.copy_(run())
-    return graph.replay, torch.cuda.memory_reserved(output.device) - before
+    something in it can't be captured.
+
+    On a stream of its own: torch's default for captures is one for the process, on the GPU that captured first. A
+    capture that fails may leave the thread on it, so the stream that was current is set again.
+    """
+    device = output.device
+    with _LOCK, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        torch.cuda.empty_cache()  # as a capture does
+        before = torch.cuda.memory_reserved(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+            output.copy_(run())
+        return graph.replay, max(torch.cuda.memory_reserved(device) - before, 0)
 
 
 def _nothing() -> None:
@@ -62,6 +72,8 @@ class Tail:
         self._held = cache.layers[first:]
         self._config = handle.model.config.get_text_config(decoder=True)
         self._off = False
+        self._known, self._wait = 0, 1  # tokens in a row that a graph would do for; and those before it is captured
+        self._replayed = 0  # by the last graph
         self._single = 0  # forwards of one token so far
         self._done: torch.Tensor | None = None  # what the tail returned last
         self._given: Any = None  # what the last token's layers were given, but for tensors' values
@@ -91,8 +103,9 @@ class Tail:
         kernel is compiled and the state is one that a token leaves; and two after each change of a buffer."""
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         self._single += hidden_states.shape[1] == 1
-        if self._off or not self._can_replay(hidden_states):
-            self._given = self._replay = None
+        if not self._can_replay(hidden_states):
+            self._drop()
+            self._given = None
             return None
         same = self._is_known(hidden_states, kwargs)
         if same and self._replay is not None and self._priors_are_ours():
@@ -100,11 +113,15 @@ class Tail:
             calls = self._calls()
             self._replay()
             self._calls(calls, 1)
+            self._replayed += 1
             self.notes.replayed += 1
             self._advance()
-            return self._output
-        fresh, self._replay = self._replay is None, None
-        if same and fresh and self._shapes == self._prior_shapes():
+            assert self._output is not None
+            return self._output.clone()  # the next token's is written over it
+        fresh = self._replay is None
+        self._drop()
+        self._known = self._known + 1 if same and fresh and self._shapes == self._prior_shapes() else 0
+        if self._known >= self._wait:
             grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
             for layer in self._held:
                 layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
@@ -113,9 +130,20 @@ class Tail:
         self._know(hidden_states, kwargs)
         return None
 
+    def _drop(self) -> None:
+        """The graph doesn't do any more. One that hardly paid makes the next one wait twice as long."""
+        if self._replay is not None:
+            self._wait = 1 if self._replayed >= _SOME else 2 * self._wait
+        self._replay, self._replayed, self._known = None, 0, 0
+
     def _can_replay(self, hidden_states: torch.Tensor) -> bool:
         """Whether this is a decode token for which every row of every layer selects, after another one."""
         cache, step = self.cache, self.cache.step
+        if self._off or not self.handle.replaced:  # the second: a streamer has unpatched the model
+            return False
+        if torch.is_autocast_enabled(hidden_states.device.type):  # its casts are freed with it
+            self._off, self.notes.reason = True, "autocast is on"
+            return False
         if hidden_states.device.type not in DEVICES or hidden_states.shape[1] != 1:
             return False
         if step is None or self._config.num_hidden_layers != len(self.handle.plans):  # drafts by early exit run fewer
@@ -173,7 +201,8 @@ class Tail:
         try:
             self._replay, self.notes.bytes = captured(self._run, self._output)
         except RuntimeError as error:  # what was captured so far never ran
-            self._off, self.notes.reason = True, f"the step can't be captured: {str(error).splitlines()[0]}"
+            self._off, self.notes.failed = True, f"the step can't be captured: {str(error).splitlines()[0]}"
+            self.notes.reason = self.notes.failed
         finally:
             self._calls(calls, 0)
         self.notes.captured += self._replay is not None
@@ -225,21 +254,25 @@ class Tail:
     def remove(self) -> None:
         """The layers run as ever again; the graph and its memory are given back."""
         for layer in self.layers:
-            del layer.__dict__["forward"]
-        if not self._inputs and self._single > _SOME:
+            if getattr(layer.__dict__.get("forward"), "tail", None) is self:
+                del layer.__dict__["forward"]
+        if not self._inputs and self._single > _SOME and self.notes.reason is None:
             self.notes.reason = "no token followed another with the same buffers in which every row selects"
         self._replay = None
 
 
 class _Forward:
-    """Stands in for the forward of a decoder layer during generate()."""
+    """Stands in for the forward of a decoder layer during generate(). A copy of the model has one without a tail."""
 
-    def __init__(self, tail: Tail, at: int, layer: Any) -> None:
+    def __init__(self, tail: Tail | None, at: int, layer: Any) -> None:
         self.tail, self.at, self.layer = tail, at, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stock = type(self.layer).forward.__get__(self.layer)
-        return self.tail.forward(self.at, stock, *args, **kwargs)
+        stock = MethodType(type(self.layer).forward, self.layer)
+        return stock(*args, **kwargs) if self.tail is None else self.tail.forward(self.at, stock, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Forward, (None, self.at, self.layer)
 
 
 def _decoders(handle: "PatchHandle") -> list[Any]:
@@ -248,67 +281,75 @@ def _decoders(handle: "PatchHandle") -> list[Any]:
     return [around.get(id(attention)) for attention in handle.modules]
 
 
-def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | None:
-    """Why the decode steps of this model can't be captured."""
-    config = handle.model.config.get_text_config(decoder=True)
-    if not handle.config.cuda_graph:
-        return "cuda_graph=False"
-    if any("forward" in each.__dict__ or each._compiled_call_impl for each in (handle.model, handle.model.base_model)):
-        return "the model's forward was compiled or replaced"
-    if any(each is not None and each._compiled_call_impl for each in decoders):
-        return "a layer is compiled"
-    if handle.config.trace:
-        return "trace=True keeps tensors of every token"
-    if handle.indexer is not None:
-        return "the model has an indexer"
-    if handle.config.hint == "rope":
-        return "hint='rope' is worked out on the host"
-    if len(decoders) < 2 or handle.plans[first].status != "sparse":
-        return "fewer than two layers that select stand behind the others"
-    if any(getattr(config, name, None) for name in _EXPERTS):
-        return "experts are chosen on the host"
-    for decoder in decoders:
-        if decoder is None:
-            return "an attention module isn't the self_attn of a layer"
-        if isinstance(decoder.__dict__.get("forward"), _Forward):
-            return "another generate() of this model was running"
-        if "forward" in decoder.__dict__:
-            return "a layer's forward was replaced (accelerate's hooks do it)"
-        for module in decoder.modules():
-            if hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks:
-                return f"a hook on {type(module).__name__}"
-        if any(type(parameter).__name__ == "DTensor" for parameter in decoder.parameters()):
-            return "weights are sharded"
-        if len({parameter.device for parameter in decoder.parameters()}) > 1:
-            return "a layer's weights are on several devices"
-    if len({parameter.device for decoder in decoders for parameter in decoder.parameters()}) > 1:
-        return "layers are on several devices"
+def _why_not_module(module: Any) -> str | None:
+    """What a graph would leave out."""
+    name = type(module).__name__
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Those of transformers wait for hidden states to be asked for
+    if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
+        return f"a hook on {name}"
+    if "forward" in module.__dict__:
+        return f"the forward of a {name} was replaced"
+    if module._compiled_call_impl:
+        return f"a {name} is compiled"
     return None
 
 
+def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | None:
+    """Why the decode steps of this model can't be captured. What changes in its layers while generate() runs isn't
+    seen."""
+    config = handle.model.config.get_text_config(decoder=True)
+    forwards = [each.__dict__.get("forward") for each in decoders if each is not None]
+    if any(isinstance(forward, _Forward) and forward.tail is not None for forward in forwards):
+        return _BUSY
+    modules = [module for decoder in decoders if decoder is not None for module in decoder.modules()]
+    modules += [handle.model, handle.model.base_model]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    reasons = (
+        (not handle.config.cuda_graph, "cuda_graph=False"),
+        (handle.config.trace, "trace=True keeps tensors of every token"),
+        (handle.indexer is not None, "the model has an indexer"),
+        (handle.config.hint == "rope", "hint='rope' is worked out on the host"),
+        (handle.config.semantics == "superset", "semantics='superset' depends on what is remembered"),
+        (any(getattr(config, name, None) for name in _EXPERTS), "experts are chosen on the host"),
+        (
+            len(decoders) < 2 or handle.plans[first].status != "sparse",
+            "fewer than two layers that select stand behind the others",
+        ),
+        (None in decoders, "an attention module isn't the self_attn of a layer"),
+        (torch.nn.modules.module._has_any_global_hook(), "a hook on all modules"),
+        (any(type(parameter).__name__ == "DTensor" for parameter in parameters), "weights are sharded"),
+        (len({parameter.device for parameter in parameters}) > 1, "weights are on several devices"),
+        (handle.graphs.failed is not None, handle.graphs.failed),
+    )
+    told = next((reason for holds, reason in reasons if holds), None)
+    return told or next((reason for module in modules if (reason := _why_not_module(module)) is not None), None)
+
+
 @contextmanager
-def decode_graph(handle: "PatchHandle", cache: SparseCache, asks_for_more: bool) -> Iterator[None]:
+def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, asks_for_more: bool) -> Iterator[None]:
     """Within it decode steps over `cache` are captured where they can be; `handle.graphs` says what became of it.
 
-    asks_for_more: hidden states or attentions are asked for, of every layer.
+    tokens: to come at most, if it is known.  asks_for_more: hidden states or attentions are asked for, of every layer.
     """
-    plans, leader = handle.plans, handle.leader
-    if handle.model.device.type not in DEVICES or handle.sparse_plan is None:
+    plans = handle.plans
+    few = tokens is not None and tokens < _SOME
+    if handle.model.device.type not in DEVICES or handle.sparse_plan is None or few:
         yield
         return
     first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)
-    first = max(first, leader + 1)
+    first = max(first, handle.leader + 1)
     decoders = _decoders(handle)[first:]
-    if asks_for_more:
-        handle.graphs.reason = "hidden states or attentions are asked for"
-    else:
-        handle.graphs.reason = why_not(handle, decoders, first)
-    if handle.graphs.reason is not None:
-        yield
-        return
-    tail = Tail(handle, cache, decoders, first)
-    tail.install()
+    tail = Tail(handle, cache, decoders, first) if first < len(plans) else None
+    with _INSTALLING:
+        reason = "hidden states or attentions are asked for" if asks_for_more else why_not(handle, decoders, first)
+        if reason is None and tail is not None:
+            tail.install()
+    handle.graphs.beside += reason == _BUSY
+    if reason != _BUSY:
+        handle.graphs.reason = reason
     try:
         yield
     finally:
-        tail.remove()
+        if reason is None and tail is not None:
+            tail.remove()

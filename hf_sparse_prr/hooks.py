@@ -106,7 +106,9 @@ class PrepareCacheHook(_Hook):
             undone.callback(setattr, given, "prompt_length", None)
             outputs = ("output_attentions", "output_hidden_states")
             asks = any(getattr(each, name, None) for each in (generation_config, model.config) for name in outputs)
-            undone.enter_context(decode_graph(self.handle, given, asks or any(map(model_kwargs.get, outputs))))
+            asks = asks or any(map(model_kwargs.get, outputs))
+            tokens = None if length is None else max_cache_length - length
+            undone.enter_context(decode_graph(self.handle, given, tokens, asks))
             # A step reads host numbers, so a compiled one would be compiled anew for each token
             generation_config.disable_compile = True
 

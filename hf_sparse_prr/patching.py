@@ -201,7 +201,7 @@ class PatchHandle:
             notes.append("speculate='auto': off, there is no profile for this model and device")
         if self.indexer is not None and (idle := without_effect(self.config)):
             notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
-        if self.graphs.captured or self.graphs.reason:
+        if self.graphs.captured or self.graphs.reason or self.graphs.beside:
             notes.append(str(self.graphs))
         if self.config.semantics == "superset":
             predicts = any(plan.predicted_blocks for plan in self.plans)

@@ -162,18 +162,24 @@ class Recorder:
 
 @dataclass
 class GraphReport:
-    """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last one keeps.  reason: why
-    there are none, or no more."""
+    """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last one kept.  reason: why
+    the last generate() had none.  failed: why none will be tried again.  beside: generate() calls during another one of
+    the same model, which have none."""
 
     captured: int = 0
     replayed: int = 0
     bytes: int = 0
     reason: str | None = None
+    failed: str | None = None
+    beside: int = 0
 
     def __str__(self) -> str:
-        off = [] if self.reason is None else [f"off, because {self.reason}"]
-        done = f"{self.captured} captured, {self.replayed} tokens replayed, {self.bytes / 2**20:.0f} MiB"
-        return f"CUDA graphs of decode steps: {'; '.join([*off, *([done] if self.captured else [])])}"
+        said = [] if self.reason is None else [f"off, because {self.reason}"]
+        if self.captured:
+            said.append(f"{self.captured} captured, {self.replayed} tokens replayed, {self.bytes / 2**20:.0f} MiB")
+        if self.beside:
+            said.append(f"{self.beside} calls of generate() ran during another and had none")
+        return f"CUDA graphs of decode steps: {'; '.join(said) or 'none yet'}"
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class SparseGQA(_Attention):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
-        return query, key, value
+        # Under autocast RoPE's float32 cosines have promoted them; stock attention would cast them back
+        return query.to(value.dtype), key.to(value.dtype), value
 
     def forward(
         self,
