@@ -45,7 +45,8 @@ def _step(model: Any, cache: Any, hidden: torch.Tensor, position: int) -> float:
     return statistics.mean(taken[DENSE:])
 
 
-def _filled(cache: Any, shape: tuple[int, ...], layers: int, device: str, dtype: torch.dtype) -> Any:
+def filled(cache: Any, shape: tuple[int, ...], layers: int, device: str | torch.device, dtype: torch.dtype) -> Any:
+    """The cache, with random normal K/V of this shape [B, H, T, D] in so many layers."""
     for index in range(layers):
         cache.update(
             torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype), index
@@ -176,12 +177,12 @@ def bench_layer(
     size = (1, 1, config.hidden_size)
     inputs = successive(lambda: torch.randn(size, device=device, dtype=dtype), steps, CORRELATION)
     cached = (1, kv_heads, tokens, head_dim)
-    prefilled = _filled(SparseCache(config), cached, layers, device, dtype)
+    prefilled = filled(SparseCache(config), cached, layers, device, dtype)
     times: dict[str, list[float]] = {"stock": [], "serial": [], "prr": []}
     stats: dict[str, Any] = {}
     with torch.inference_mode():
         for _ in range(rounds):
-            cache = _filled(DynamicCache(config=config), cached, layers, device, dtype)
+            cache = filled(DynamicCache(config=config), cached, layers, device, dtype)
             times["stock"] += [_step(model, cache, each, tokens + i) for i, each in enumerate(inputs)][3:]
             for name, speculate in (("serial", False), ("prr", True)):
                 with patch_model(model, dense_layers=DENSE, speculate=speculate, kernels=kernels, **chosen) as handle:

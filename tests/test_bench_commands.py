@@ -123,7 +123,7 @@ def test_a_forced_hit_rate_is_said_to_be_rounded() -> None:
     assert "rounded" not in call_bench(*SEGMENT, "--hit-rate", 1).stdout
 
 
-@pytest.mark.parametrize("arguments", [["segment"], ["layer"], ["layer", "--shape", "glm-5"], ["topk"]])
+@pytest.mark.parametrize("arguments", [["segment"], ["layer"], ["layer", "--shape", "glm-5"], ["topk"], ["token"]])
 def test_only_the_kernels_that_were_asked_for_are_measured(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +157,7 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("error", MEMORY, ids=["GPU", "CPU"])
-@pytest.mark.parametrize("name", ["segment", "layer", "topk"])
+@pytest.mark.parametrize("name", ["segment", "layer", "topk", "token"])
 def test_too_small_a_memory_is_one_line(name: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise error

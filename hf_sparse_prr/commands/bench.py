@@ -13,10 +13,11 @@ from hf_sparse_prr.bench import bench_layer, measured_kernels
 from hf_sparse_prr.bench_indexed import SHAPES as INDEXED_SHAPES
 from hf_sparse_prr.bench_indexed import bench_indexed
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
+from hf_sparse_prr.bench_token import SETTINGS, bench_token
 from hf_sparse_prr.bench_topk import CACHES, FULL, OVERLAPS, bench_topk, default_grid
 from hf_sparse_prr.bench_topk import check_arguments as check_topk
 from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES, written
-from hf_sparse_prr.commands import layer_tables, segment_tables, topk_tables
+from hf_sparse_prr.commands import layer_tables, segment_tables, token_tables, topk_tables
 from hf_sparse_prr.commands.arguments import (
     check_device,
     command_of,
@@ -261,3 +262,70 @@ def topk(
     if found["wrong"]:
         with one_line_errors(notes):
             raise CommandError(f"expected the rows of a stable sort, got {found['wrong']} others", EXIT_DIFFERENT)
+
+
+@bench.command()
+def token(
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Whose model: {', '.join(SHAPES)}.", show_default="smollm2, on a GPU llama-3.1-8b"),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Tokens in the cache, like 131072 or 128K; {_LIST}.", show_default="2K, on a GPU 32K,128K"),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the model.", show_default="all")] = None,
+    selector: Annotated[str, typer.Option(help="quest or infllm_v2.")] = "quest",
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens attended per KV head and step.", show_default="1024, on a GPU 4096"),
+    ] = None,
+    block_size: Annotated[str, typer.Option(help="Tokens in a block: 16, 32, 64, 128 or auto.")] = "64",
+    batch: Annotated[int, typer.Option(min=1, help="Batch rows.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="New tokens that are timed.", show_default="8, on a GPU 32")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(SETTINGS)} (a GPU's graphs off); {_LIST}.", show_default="all there are"),
+    ] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill/--no-prefill", help="Compute the prompt; without, K/V are random.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help=_DTYPE)] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    kernels: Annotated[str, typer.Option(help=_KERNELS)] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each setting.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
+) -> None:
+    """Whole tokens of generate(), of a model with random weights: dense stock, serial sparse, PRR; on a GPU also eager.
+
+    A token's time is the difference of two calls, of few and of more tokens. Exactness comes first: all but dense give
+    the same ids and logits, bit for bit. The last line of stdout is the whole result as JSON.
+
+    Exit codes: 0 done, 1 ids or logits differ (a bug), 2 wrong argument, 130 stopped.
+    """
+    notes = Console(stderr=True)
+    with one_line_errors(notes), one_line_refusals():
+        check_device(device)
+        number, on_gpu = dtype_of(dtype, device), device.startswith("cuda")
+        contexts = numbers_of("--context", context) or ([2**15, 2**17] if on_gpu else [2**11])
+        names = words_of("--settings", settings) or None
+        shape, count = shape or ("llama-3.1-8b" if on_gpu else "smollm2"), tokens or (32 if on_gpu else 8)
+        if budget is None:
+            budget = 4096 if on_gpu else 1024
+        size = int(block_size) if block_size.isdecimal() else block_size
+        with Bar(notes) as bar:
+            found = bench_token(
+                shape, contexts, selector, budget, size, batch, count, number, device, layers, names, prefill, rounds,
+                kernels, bar,
+            )  # fmt: skip
+    options = {
+        "shape": shape, "context": contexts, "layers": layers, "selector": selector, "budget": budget,
+        "block-size": block_size, "batch": batch, "tokens": count, "settings": names, "prefill": prefill or None,
+        "dtype": found["dtype"], "device": device, "kernels": kernels, "rounds": rounds,
+    }  # fmt: skip
+    found["command"] = command_of("token", list(options.items()))
+    if not as_json:
+        token_tables.show(Console(), found)
+    print(json.dumps(found))

@@ -1,0 +1,61 @@
+"""How `bench token` looks: a table for each context, of settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+from hf_sparse_prr.report import GraphReport
+
+_NAMES = {"dense": "dense, stock", "serial": "serial sparse", "prr": "PRR", "eager": "serial, no graphs"}
+
+
+def show(out: Console, found: dict[str, Any]) -> None:
+    """What ran where, one table a context, and what was checked, hit and captured."""
+    sizes = found["shape"]
+    say(
+        out,
+        machine_line(found),
+        f"{sizes['name']}: {sizes['layers']} layers of random weights, batch {sizes['batch']}; {found['selector']}, "
+        f"budget {found['budget']} in blocks of {found['block_size']}",
+        found["command"],
+        *fallback_lines(found),
+    )
+    for each in found["contexts"]:
+        rows = each["settings"]
+        out.print(_table(each, found))
+        if names := each["exact"]["same_bits"]:
+            say(out, f"{', '.join(names)}: ids and logits of {each['exact']['tokens']} tokens are equal, bit for bit")
+        if "prr" in rows:
+            say(out, f"PRR hit rate {percent(rows['prr']['hit_rate'], 1)}")
+        for name, row in rows.items():
+            graphs = GraphReport(**(row["graphs"] or {}))
+            if graphs.captured or graphs.reason:
+                say(out, f"{_NAMES[name]}: {graphs}")
+        say(out, *noise_lines({_NAMES[name]: row["spread"] for name, row in rows.items()}))
+
+
+def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
+    """first token: of a prompt whose K/V are random, but for the last token's; TTFT: of one that is computed. "of
+    floor" is the share of the time that weights, K/V and summaries take to be read at the bandwidth of the data
+    sheet."""
+    prompt = "a computed prompt" if found["prefill"] else "random K/V"
+    title = f"{each['context']} tokens, {prompt}: ms a token, medians of {found['rounds']}"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
+    known = found["bandwidth"] is not None
+    on_gpu = any(row["peak_bytes"] is not None for row in each["settings"].values())
+    optional = [*(["of floor"] if known else []), *(["peak GiB"] if on_gpu else [])]
+    first = "TTFT" if found["prefill"] else "first token"
+    for column in ["", "ms", "min", "tokens/s", "to dense", first, *optional]:
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
+    for name, row in each["settings"].items():
+        ratio = "-" if row["ratio_to_dense"] is None else f"{row['ratio_to_dense']:.2f}"
+        cells = [f"{row['ms']:,.2f}", f"{row['min']:,.2f}", f"{row['tokens_per_s']:,.1f}", ratio]
+        cells += [f"{row['first_ms']:,.1f}", *([percent(row["floor_share"])] if known else [])]
+        cells += [f"{row['peak_bytes'] / 2**30:.1f}"] if on_gpu else []
+        table.add_row(_NAMES[name], *cells)
+    return table
