@@ -1,5 +1,6 @@
 """The benchmark of whole tokens: what it reports, and that it times nothing wrong."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from io import StringIO
@@ -14,6 +15,7 @@ from hf_sparse_prr import bench_prompt, bench_token
 from hf_sparse_prr.bench_exact import ExactnessError
 from hf_sparse_prr.bench_prompt import FEW, Prompt
 from hf_sparse_prr.commands import app, terminal, token_tables
+from hf_sparse_prr.report import GraphReport
 from hf_sparse_prr.shapes import shape
 
 pytestmark = pytest.mark.compat
@@ -23,7 +25,7 @@ ROW = {
     "ms", "min", "spread", "first_ms", "tokens_per_s", "peak_bytes", "hit_rate", "graphs", "weight_bytes",
     "cache_bytes", "floor_share", "ratio_to_dense",
 }  # fmt: skip
-NO_GRAPHS = {"captured": 0, "replayed": 0, "bytes": 0, "reason": None}
+NO_GRAPHS = dataclasses.asdict(GraphReport())
 
 
 class Clock:
@@ -161,7 +163,7 @@ def test_one_setting_has_nothing_to_be_compared_with() -> None:
 @pytest.mark.parametrize(
     "first, ids, message",
     [
-        (True, True, "prr: expected the ids of serial, got others from token 12 of row 0 on"),
+        (True, True, f"prr: expected the ids of serial, got others from token {FEW + 4} of row 0 on"),
         (True, False, "the logits of prr: expected the bits of serial, got a difference of 1"),
         (False, True, "prr, called again: expected the ids of its first call, got others from token 1 of row 0 on"),
     ],
@@ -237,7 +239,7 @@ def test_the_command_prints_a_table_and_json_as_the_last_line() -> None:
     for words in (
         "150 tokens, random K/V: ms a token", "160 tokens", "dense, stock", "serial sparse", "PRR", "first token",
         "to dense", "3 layers of random weights, batch 1; quest, budget 96 in blocks of 16", "PRR hit rate",
-        "serial, prr: ids and logits of 12 tokens are equal, bit for bit", document["command"],
+        f"serial, prr: ids and logits of {FEW + 4} tokens are equal, bit for bit", document["command"],
     ):  # fmt: skip
         assert words in shown
     assert "…" not in shown and "of floor" not in shown and "CUDA graphs" not in shown

@@ -69,6 +69,17 @@ def test_dense_layers_run_as_ever(speculate):
     assert handle.graphs.replayed == GRAPHED
 
 
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+@BOTH
+def test_two_thousand_tokens(speculate):
+    """Over several growths of the cache."""
+    model = tiny_llama(layers=4, dtype=torch.bfloat16, max_position_embeddings=4096)
+    handle, _ = twice(model, prompt(), dict(SPARSE, speculate=speculate), tokens=2000)
+    assert handle.graphs.captured > 3 and handle.graphs.replayed > 1900
+
+
 def test_one_layer_alone_is_not_captured():
     handle, _ = twice(tiny_llama(layers=2), prompt(), SPARSE)  # the leader and one more
     assert handle.graphs.captured == 0
