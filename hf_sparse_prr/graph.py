@@ -7,10 +7,11 @@ the device alone (`SparseGQA._attend_on_device`), so a replay is right for every
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
-from threading import Lock
+from threading import Lock, get_ident
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ _CACHES = ("cache", "past_key_values")
 _SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
 _BUSY = "another generate() of this model is running"
 _LOCK, _INSTALLING = Lock(), Lock()
+_RUNNING = Counter[int]()  # generate() calls that may capture, by thread
 
 Replay = Callable[[], None]
 
@@ -121,7 +123,7 @@ class Tail:
         fresh = self._replay is None
         self._drop()
         self._known = self._known + 1 if same and fresh and self._shapes == self._prior_shapes() else 0
-        if self._known >= self._wait:
+        if self._known >= self._wait and len(_RUNNING) == 1:  # beside other threads' work nothing is captured
             grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
             for layer in self._held:
                 layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
@@ -345,11 +347,16 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
         reason = "hidden states or attentions are asked for" if asks_for_more else why_not(handle, decoders, first)
         if reason is None and tail is not None:
             tail.install()
+        _RUNNING[get_ident()] += 1
     handle.graphs.beside += reason == _BUSY
     if reason != _BUSY:
         handle.graphs.reason = reason
     try:
         yield
     finally:
+        with _INSTALLING:
+            _RUNNING[get_ident()] -= 1
+            if not _RUNNING[get_ident()]:
+                del _RUNNING[get_ident()]
         if reason is None and tail is not None:
             tail.remove()

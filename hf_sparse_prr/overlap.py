@@ -1,14 +1,24 @@
 """Work beside the main stream: what a decode step speculates, remembers and counts while it selects and attends."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-# By the stream that is current when a step begins, so that a user's streams never wait for each other's side work. A
-# side stream starts with a wait for its main one and is joined before the step ends: memory that either frees is
-# reused by neither too early.
-_SIDES: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+# By the stream that is current when a step begins, so that a user's streams never wait for each other's side work, and
+# by thread. A side stream starts with a wait for its main one and is joined before the step ends: memory that either
+# frees is reused by neither too early. Of threads that shared one, the second could be given memory of it that the
+# first has freed and the main stream still reads.
+_LOCAL = threading.local()
+
+
+def _side_of(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    sides: dict[tuple[torch.device, int], torch.cuda.Stream] = _LOCAL.__dict__.setdefault("sides", {})
+    key = (main.device, main.cuda_stream)
+    if key not in sides:
+        sides[key] = torch.cuda.Stream(main.device)
+    return sides[key]
 
 
 class Overlap:
@@ -23,10 +33,7 @@ class Overlap:
         self._forked = False
         if device.type == "cuda" and not torch.compiler.is_compiling():
             self._main = torch.cuda.current_stream(device)
-            key = (device, self._main.cuda_stream)
-            if key not in _SIDES:
-                _SIDES[key] = torch.cuda.Stream(device)
-            self._side = _SIDES[key]
+            self._side = _side_of(self._main)
 
     @contextmanager
     def beside(self) -> Iterator[None]:

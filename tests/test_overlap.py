@@ -1,0 +1,43 @@
+"""Side streams: who shares one. What they order is tested on a GPU, in test_gpu_graph.py."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_sparse_prr import overlap
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(overlap, "_LOCAL", threading.local())
+
+
+def main(number, index=0):
+    return SimpleNamespace(device=torch.device("cuda", index), cuda_stream=number)
+
+
+def test_a_main_stream_keeps_its_side():
+    assert overlap._side_of(main(7)) is overlap._side_of(main(7))
+
+
+def test_other_streams_and_other_devices_have_others():
+    assert len({id(overlap._side_of(each)) for each in (main(7), main(8), main(7, index=1))}) == 3
+
+
+def test_other_threads_have_others():
+    """A shared one's memory, freed by a thread, could be given to the other while the main stream still reads it."""
+    found = [overlap._side_of(main(0))]
+    thread = threading.Thread(target=lambda: found.append(overlap._side_of(main(0))))
+    thread.start()
+    thread.join()
+    assert found[0] is not found[1]
+
+
+def test_on_a_cpu_everything_runs_in_order():
+    side = overlap.Overlap(torch.device("cpu"))
+    with side.beside():
+        pass
+    side.join()
