@@ -176,6 +176,18 @@ def segment(
     print(json.dumps(found))
 
 
+def _grid(given: Sequence[Sequence[int]], device: str, ablation: bool) -> list[Sequence[int]]:
+    """Row lengths, k and rows: those given, and the defaults for the others."""
+    grid: list[Sequence[int]] = list(default_grid(device, ablation))
+    if given[0] and not given[1]:  # of the default k, those that the shortest row has
+        grid[1] = [each for each in grid[1] if each <= min(given[0])] or [min(given[0])]
+    chosen = [new or default for new, default in zip(given, grid, strict=True)]
+    if ablation and any(len(each) != 1 for each in chosen):
+        sizes = "{}, {} and {}".format(*map(len, chosen))
+        raise CommandError(f"--ablation: expected one --n, --k and --rows, got {sizes}", EXIT_USAGE)
+    return chosen
+
+
 @bench.command()
 def topk(
     n: Annotated[
@@ -231,16 +243,10 @@ def topk(
     with one_line_errors(notes), one_line_refusals():
         check_device(device)
         number, on_gpu = dtype_of(dtype, device), device.startswith("cuda")
-        grid: list[Sequence[int]] = list(default_grid(device, ablation))
         if full and (n or ablation):
             raise CommandError(f"--full: expected no {'--n' if n else '--ablation'} with it, got both", EXIT_USAGE)
         given = [FULL if full else numbers_of("--n", n), numbers_of("--k", k), numbers_of("--rows", rows)]
-        if given[0] and not given[1]:  # of the default k, those that the shortest row has
-            grid[1] = [each for each in grid[1] if each <= min(given[0])] or [min(given[0])]
-        lengths, winners, batches = (new or default for new, default in zip(given, grid, strict=True))
-        if ablation and len(lengths) * len(winners) * len(batches) != 1:
-            sizes = f"{len(lengths)}, {len(winners)} and {len(batches)}"
-            raise CommandError(f"--ablation: expected one --n, --k and --rows, got {sizes}", EXIT_USAGE)
+        lengths, winners, batches = _grid(given, device, ablation)
         overlaps, names = shares_of("--overlap", overlap) or OVERLAPS, words_of("--strategies", strategies) or None
         cache = cache or ("both" if on_gpu else "warm")
         check_topk(lengths, winners, batches, device, scores, overlaps, cache, names, kernels)
