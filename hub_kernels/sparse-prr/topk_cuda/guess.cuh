@@ -49,8 +49,8 @@ struct Stream {
   bool* fallback;  // [rows]: the guess was bad, and the row was read again
 };
 
-// What is known before: the key of a threshold, 0 if there is none after all, and how far up candidates are said to lie,
-// 0 if that isn't known.
+// What is known before: the key of a threshold, 0 if there is none after all, and how far up candidates are said to
+// lie, 0 if that isn't known.
 struct Known {
   uint32_t key, reach;
 };
@@ -96,8 +96,8 @@ struct Sample {
   }
 };
 
-// Entries to aim at, so that SIGMAS standard deviations of what a sample of every spacing-th entry says still leave k: a
-// threshold with the share p of the sample above it has N p +- sqrt(N p spacing) entries above it. At 3.5 one row in
+// Entries to aim at, so that SIGMAS standard deviations of what a sample of every spacing-th entry says still leave k:
+// a threshold with the share p of the sample above it has N p +- sqrt(N p spacing) entries above it. At 3.5 one row in
 // 4300 has too few.
 __device__ inline float target_of(int k, float spacing) {
   constexpr float SIGMAS = 3.5f;

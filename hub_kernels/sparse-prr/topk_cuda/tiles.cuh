@@ -11,8 +11,8 @@ namespace sparse_prr {
 
 constexpr int REFINE_THREADS = 1024, MAX_TILES = 1024;
 
-// Candidates of a warp into `entries`, `slot` on: scores[j] of a lane is entry from + 32 * j, votes[j] says which lanes'
-// are candidates.
+// Candidates of a warp into `entries`, `slot` on: scores[j] of a lane is entry from + 32 * j, votes[j] says which
+// lanes' are candidates.
 template <int ITEMS>
 __device__ void put(const float (&scores)[ITEMS], const unsigned (&votes)[ITEMS], int from, int slot, int kept,
                     uint2* entries) {
@@ -148,8 +148,8 @@ __device__ inline Guess guess_of(const Stream& s, int64_t r) {
   return {key, s.reaches && key > 1 ? shift_of(key, top) : 32, top};
 }
 
-// Candidates as `collect` left them, up to OWN tiles a warp. Returns false, with the histogram empty, if a warp has more
-// than fit in its registers.
+// Candidates as `collect` left them, up to OWN tiles a warp. Returns false, with the histogram empty, if a warp has
+// more than fit in its registers.
 template <typename T, int OWN>
 __device__ bool refine_in_registers(const Stream& s, int64_t r, Shared<REFINE_THREADS / 32>& shared) {
   constexpr int THREADS = REFINE_THREADS, WARPS = THREADS / 32, ITEMS = CAPACITY / THREADS;
@@ -158,7 +158,7 @@ __device__ bool refine_in_registers(const Stream& s, int64_t r, Shared<REFINE_TH
   const int64_t at = r * s.tiles + first;
   const int count = first + lane < next ? s.counts[at + lane] : 0;
   const Guess guess = guess_of(s, r);  // read after the counts: what they point at is what takes long
-  int begin[OWN], skipped[OWN], own = 0;  // of each tile: its place in the warp's list, and the room before it that isn't
+  int begin[OWN], skipped[OWN], own = 0;  // of each tile: its place in the warp's list, and the unused room before it
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
     begin[i] = own;
