@@ -36,8 +36,8 @@ def on_gpu(implementation: str, device: torch.device) -> bool:
 def without_cudnn() -> AbstractContextManager[Any]:
     """SDPA by those backends that the user has enabled but cuDNN, unless it's the only one.
 
-    cuDNN builds a plan for each new K/V length: 49 to 59 ms in every layer and step on an H200. Entering and leaving
-    takes 1 us on the host, torch's own sdpa_kernel 9 us. torch.compile can trace only that.
+    cuDNN builds a plan for each new K/V length: 49 to 59 ms on an H200. Entering and leaving takes 1 us on the host,
+    torch's own sdpa_kernel 9 us. torch.compile can trace only that.
     """
     return _traceable() if torch.compiler.is_compiling() else _cudnn_off()
 

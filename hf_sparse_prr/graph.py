@@ -29,6 +29,7 @@ DEVICES = ("cuda",)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CACHES = ("cache", "past_key_values")
 _SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
+_MOVED = "no two tokens in a row had the same buffers and every row selecting (beams, drafts and crops move them)"
 _BUSY = "another generate() of this model is running"
 _LOCK, _INSTALLING = Lock(), Lock()
 _RUNNING = Counter[int]()  # generate() calls that may capture, by thread
@@ -205,6 +206,7 @@ class Tail:
         except RuntimeError as error:  # what was captured so far never ran
             self._off, self.notes.failed = True, f"the step can't be captured: {str(error).splitlines()[0]}"
             self.notes.reason = self.notes.failed
+            self.handle.warn("CUDA graph", f"decode steps run uncaptured, with the same bits: {self.notes.failed}")
         finally:
             self._calls(calls, 0)
         self.notes.captured += self._replay is not None
@@ -259,7 +261,7 @@ class Tail:
             if getattr(layer.__dict__.get("forward"), "tail", None) is self:
                 del layer.__dict__["forward"]
         if not self._inputs and self._single > _SOME and self.notes.reason is None:
-            self.notes.reason = "no token followed another with the same buffers in which every row selects"
+            self.notes.reason = _MOVED
         self._replay = None
 
 
@@ -335,8 +337,11 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
     tokens: to come at most, if it is known.  asks_for_more: hidden states or attentions are asked for, of every layer.
     """
     plans = handle.plans
-    few = tokens is not None and tokens < _SOME
-    if handle.model.device.type not in DEVICES or handle.sparse_plan is None or few:
+    if handle.model.device.type not in DEVICES or handle.sparse_plan is None:
+        yield
+        return
+    if tokens is not None and tokens < _SOME:
+        handle.graphs.reason = f"fewer than {_SOME} tokens were to come"
         yield
         return
     first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)

@@ -80,6 +80,7 @@ def test_a_step_that_cannot_be_captured_runs_as_ever(monkeypatch):
     monkeypatch.setattr(graph, "captured", refuse)
     with patch_model(model, **SPARSE, speculate=True) as handle:
         assert torch.equal(greedy(model, prompt()), expected)
+        assert "decode steps run uncaptured, with the same bits" in handle.warnings["CUDA graph"]
         assert handle.graphs.captured == handle.graphs.replayed == 0
         assert handle.graphs.reason == ("the step can't be captured: operation not permitted when stream is capturing")
         assert "CUDA graphs of decode steps: off, because the step can't be captured" in str(handle.report())
