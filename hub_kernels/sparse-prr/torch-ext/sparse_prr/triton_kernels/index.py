@@ -38,6 +38,16 @@ def _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP: tl
 
 
 @triton.jit
+def _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP: tl.constexpr, BT: tl.constexpr):
+    """Of BT columns: which exist, which hold a token, and their keys [BT, EP]."""
+    t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
+    held = first + t < T
+    bits = tl.load(valid + (first + t) * m_t, mask=held, other=0)
+    k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+    return held, bits != 0, k
+
+
+@triton.jit
 def _scored(k, x, w, seen, scale, I, IP: tl.constexpr):
     """Scores of keys [BT, EP]; NaN where not seen."""
     logits = tl.dot(k, tl.trans(x), input_precision="ieee") * scale
@@ -59,11 +69,12 @@ def _index(
     One query has a loop of its own: keys are loaded ahead in the innermost one only."""
     wait_for_previous(PDL)
     b, asked = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64) * BQ
-    t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
+    t = tl.arange(0, BT)
     query += b * q_b + asked * q_q
     weights += b * w_b + asked * w_q
     end += b * e_b + asked * e_q
     keys += b * k_b
+    valid += b * m_b
     scores += (b * Q + asked) * T
     if BQ == 1:
         x, w, limit = _asked(query, weights, end, 0, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
@@ -71,10 +82,8 @@ def _index(
         found = tl.full([], 0, tl.int32)
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
-            held = first + t < T
-            bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
-            k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
-            score = _scored(k, x, w, (first + t < limit) & (bits != 0), scale, I, IP)
+            held, real, k = _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP, BT)
+            score = _scored(k, x, w, (first + t < limit) & real, scale, I, IP)
             tl.store(scores + first + t, score, mask=held)
             if EMITS:
                 hit = held & (score >= tl.load(threshold + b * t_b))
@@ -87,12 +96,10 @@ def _index(
     else:
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
-            held = first + t < T
-            bits = tl.load(valid + b * m_b + (first + t) * m_t, mask=held, other=0)
-            k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+            held, real, k = _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP, BT)
             for j in range(min(BQ, Q - asked)):
                 x, w, limit = _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
-                score = _scored(k, x, w, (first + t < limit) & (bits != 0), scale, I, IP)
+                score = _scored(k, x, w, (first + t < limit) & real, scale, I, IP)
                 tl.store(scores + j * T + first + t, score, mask=held)
 
 
