@@ -7,7 +7,6 @@ the device alone (`SparseGQA._attend_on_device`), so a replay is right for every
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -30,9 +29,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CACHES = ("cache", "past_key_values")
 _SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
 _MOVED = "no two tokens in a row had the same buffers and every row selecting (beams, drafts and crops move them)"
-_BUSY = "another generate() of this model is running"
 _LOCK, _INSTALLING = Lock(), Lock()
-_RUNNING = Counter[int]()  # generate() calls that may capture, by thread
+_RUNNING: list[int] = []  # the threads of generate() calls over a SparseCache, once a call
 
 Replay = Callable[[], None]
 
@@ -113,9 +111,7 @@ class Tail:
         same = self._is_known(hidden_states, kwargs)
         if same and self._replay is not None and self._priors_are_ours():
             self._fill({"hidden_states": hidden_states, **kwargs})
-            calls = self._calls()
             self._replay()
-            self._calls(calls, 1)
             self._replayed += 1
             self.notes.replayed += 1
             self._advance()
@@ -124,7 +120,7 @@ class Tail:
         fresh = self._replay is None
         self._drop()
         self._known = self._known + 1 if same and fresh and self._shapes == self._prior_shapes() else 0
-        if self._known >= self._wait and len(_RUNNING) == 1:  # beside other threads' work nothing is captured
+        if self._known >= self._wait and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
             grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
             for layer in self._held:
                 layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
@@ -196,19 +192,18 @@ class Tail:
         """Run this token as a graph would, and capture it for the next."""
         given = {"hidden_states": hidden_states, **kwargs}
         self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
-        self._priors = [layer.memory.prior.map(torch.clone) for layer in self._held]
+        for layer in self._held:
+            layer.memory.prior = layer.memory.prior.map(torch.clone)
+        self._priors = [layer.memory.prior for layer in self._held]
         output = self._run()
         self._output = output.clone()
         self._advance()
-        calls = self._calls()
         try:
             self._replay, self.notes.bytes = captured(self._run, self._output)
         except RuntimeError as error:  # what was captured so far never ran
             self._off, self.notes.failed = True, f"the step can't be captured: {str(error).splitlines()[0]}"
             self.notes.reason = self.notes.failed
             self.handle.warn("CUDA graph", f"decode steps run uncaptured, with the same bits: {self.notes.failed}")
-        finally:
-            self._calls(calls, 0)
         self.notes.captured += self._replay is not None
         return output
 
@@ -218,11 +213,11 @@ class Tail:
                 held.copy_(value)
 
     def _run(self) -> torch.Tensor:
-        """All layers on the inputs that are held; what they remember goes where it was."""
+        """All layers on the inputs that are held; what they remember goes where it was. `_advance` tells the host."""
+        statistics = self.handle.recorder.statistics_of(self.cache)
+        calls = list(statistics.selector_calls)
         self.cache.tokens.shared.clear()
         self.cache.on_device = True
-        for layer, prior in zip(self._held, self._priors, strict=True):
-            layer.memory.prior = prior
         try:
             given = dict(self._inputs)
             hidden_states = given.pop("hidden_states")
@@ -233,23 +228,18 @@ class Tail:
                     if held is not None:
                         held.copy_(made)
         finally:
+            statistics.selector_calls = calls
             self.cache.on_device = False
             self.cache.tokens.shared.clear()
             for layer, prior in zip(self._held, self._priors, strict=True):
                 layer.memory.prior = prior
         return hidden_states
 
-    def _calls(self, counts: list[int] | None = None, more: int = 0) -> list[int]:
-        """Selections counted so far; or set to `counts` and so many more in each layer of the tail."""
-        statistics = self.handle.recorder.statistics_of(self.cache)
-        if counts is not None:
-            end = self.first + len(self.layers)
-            statistics.selector_calls = [*counts[: self.first], *(count + more for count in counts[self.first : end])]
-        return list(statistics.selector_calls)
-
     def _advance(self) -> None:
-        for layer in self._held:
+        statistics = self.handle.recorder.statistics_of(self.cache)
+        for index, layer in enumerate(self._held, self.first):
             layer.advance()
+            statistics.selector_calls[index] += 1
 
     def install(self) -> None:
         for at, layer in enumerate(self.layers):
@@ -279,6 +269,11 @@ class _Forward:
         return _Forward, (None, self.at, self.layer)
 
 
+def _is_installed(decoder: Any) -> bool:
+    forward = None if decoder is None else decoder.__dict__.get("forward")
+    return isinstance(forward, _Forward) and forward.tail is not None
+
+
 def _decoders(handle: "PatchHandle") -> list[Any]:
     """The decoder layers around the patched attention modules, in their order."""
     around = {id(getattr(module, "self_attn", None)): module for module in handle.model.modules()}
@@ -303,9 +298,6 @@ def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | Non
     """Why the decode steps of this model can't be captured. What changes in its layers while generate() runs isn't
     seen."""
     config = handle.model.config.get_text_config(decoder=True)
-    forwards = [each.__dict__.get("forward") for each in decoders if each is not None]
-    if any(isinstance(forward, _Forward) and forward.tail is not None for forward in forwards):
-        return _BUSY
     modules = [module for decoder in decoders if decoder is not None for module in decoder.modules()]
     modules += [handle.model, handle.model.base_model]
     parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
@@ -340,28 +332,25 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
     if handle.model.device.type not in DEVICES or handle.sparse_plan is None:
         yield
         return
-    if tokens is not None and tokens < _SOME:
-        handle.graphs.reason = f"fewer than {_SOME} tokens were to come"
-        yield
-        return
     first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)
     first = max(first, handle.leader + 1)
     decoders = _decoders(handle)[first:]
-    tail = Tail(handle, cache, decoders, first) if first < len(plans) else None
+    tail = None
     with _INSTALLING:
-        reason = "hidden states or attentions are asked for" if asks_for_more else why_not(handle, decoders, first)
-        if reason is None and tail is not None:
-            tail.install()
-        _RUNNING[get_ident()] += 1
-    handle.graphs.beside += reason == _BUSY
-    if reason != _BUSY:
-        handle.graphs.reason = reason
+        if any(_is_installed(decoder) for decoder in decoders):
+            handle.graphs.beside += 1
+        else:
+            reason = "hidden states or attentions are asked for" if asks_for_more else None
+            if tokens is not None and tokens < _SOME:
+                reason = f"fewer than {_SOME} tokens were to come"
+            handle.graphs.reason = reason or why_not(handle, decoders, first)
+            if handle.graphs.reason is None:
+                tail = Tail(handle, cache, decoders, first)
+                tail.install()
+        _RUNNING.append(get_ident())
     try:
         yield
     finally:
-        with _INSTALLING:
-            _RUNNING[get_ident()] -= 1
-            if not _RUNNING[get_ident()]:
-                del _RUNNING[get_ident()]
-        if reason is None and tail is not None:
+        _RUNNING.remove(get_ident())
+        if tail is not None:
             tail.remove()

@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+from hf_sparse_prr.commands.tables import noise_lines, opening, percent, say
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
     """What ran where, the table, and what a prompt took."""
-    say(out, machine_line(found), found["command"], *fallback_lines(found))
+    opening(out, found)
     shares, sizes, indexed = found["floor_share"], found["shape"], "index_topk" in found["shape"]
     hits = f"PRR hit rate {percent(found['hit_rate'], 1)}"
     if indexed:

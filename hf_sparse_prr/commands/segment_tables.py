@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+from hf_sparse_prr.commands.tables import noise_lines, opening, percent, say
 
 _NAMES = {"dense": "dense SDPA", "dense_grouped": "dense, heads grouped", "serial": "serial sparse"}
 
@@ -16,13 +16,11 @@ _NAMES = {"dense": "dense SDPA", "dense_grouped": "dense, heads grouped", "seria
 def show(out: Console, found: dict[str, Any]) -> None:
     """One table a context, and what was checked and hit."""
     sizes = found["shape"]
-    say(
+    opening(
         out,
-        machine_line(found),
+        found,
         f"{sizes['name']}: {sizes['heads']} heads over {sizes['kv_heads']} KV heads of {sizes['head_dim']}, batch "
         f"{sizes['batch']}; {found['selector']}, budget {found['budget']} in blocks of {found['block_size']}",
-        found["command"],
-        *fallback_lines(found),
     )
     for each in found["contexts"]:
         out.print(_table(each, found))

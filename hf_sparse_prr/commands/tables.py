@@ -22,9 +22,10 @@ def machine_line(found: dict[str, Any]) -> str:
     )
 
 
-def fallback_lines(found: dict[str, Any]) -> list[str]:
-    """Why the kernels aren't those of "auto", if they aren't."""
-    return [found["kernels"]["fallback"]] if found["kernels"]["fallback"] else []
+def opening(out: Console, found: dict[str, Any], *lines: str) -> None:
+    """What ran where, the benchmark's own lines, the command, and why the kernels aren't those of "auto", if so."""
+    fallback = found["kernels"]["fallback"]
+    say(out, machine_line(found), *lines, found["command"], *([fallback] if fallback else []))
 
 
 def noise_lines(spreads: dict[str, float | None]) -> list[str]:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+from hf_sparse_prr.commands.tables import noise_lines, opening, percent, say
 from hf_sparse_prr.report import GraphReport
 
 _NAMES = {"dense": "dense, stock", "serial": "serial sparse", "prr": "PRR", "eager": "serial, no graphs"}
@@ -17,13 +17,11 @@ _NAMES = {"dense": "dense, stock", "serial": "serial sparse", "prr": "PRR", "eag
 def show(out: Console, found: dict[str, Any]) -> None:
     """What ran where, one table a context, and what was checked, hit and captured."""
     sizes = found["shape"]
-    say(
+    opening(
         out,
-        machine_line(found),
+        found,
         f"{sizes['name']}: {sizes['layers']} layers of random weights, batch {sizes['batch']}; {found['selector']}, "
         f"budget {found['budget']} in blocks of {found['block_size']}",
-        found["command"],
-        *fallback_lines(found),
     )
     for each in found["contexts"]:
         rows = each["settings"]

@@ -9,20 +9,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_prr.commands.tables import fallback_lines, machine_line, noise_lines, percent, say
+from hf_sparse_prr.commands.tables import noise_lines, opening, percent, say
 
 _STATS = ("passes", "cand.", "fallback")
 
 
 def show(out: Console, found: dict[str, Any], ablation: bool) -> None:
     """What ran where, the tables, what columns mean, and what was left out."""
-    say(
+    opening(
         out,
-        machine_line(found),
+        found,
         f"{found['scores']} scores{', ragged rows' if found['ragged'] else ''}; us a call, {found['timed_by']}, "
         f"medians of {found['rounds']}",
-        found["command"],
-        *fallback_lines(found),
     )
     if ablation:
         out.print(_ablation(found))

@@ -31,15 +31,14 @@ def tune(
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
-        if output is not None:
-            _check_writable(output)
+        new = None if output is None else _check_writable(output)
         gpu = _gpu(device)
         kernels = resolve("auto").module.__name__  # those that will run: compiled ones have more to choose
         measuring = import_module(f"{kernels}.tune")  # here: it needs triton
         tuned = import_module(f"{kernels}.triton_kernels.tuned")
 
         path = output or tuned.user_folder() / tuned.file_name(torch.cuda.get_device_name(gpu))
-        new = _check_writable(path)
+        new = new or _check_writable(path)
         with torch.cuda.device(gpu), Bar(notes) as bar:
             chosen = measuring.tune(gpu, bar)
         document = measuring.document(torch.cuda.get_device_name(gpu), chosen)
