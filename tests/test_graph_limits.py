@@ -236,12 +236,13 @@ def test_a_copy_made_meanwhile_is_whole(how):
 def test_threads_that_start_at_once():
     model, out = tiny_llama(layers=8), {}
     with patch_model(model, **SPARSE, speculate=True) as handle:
-        expected = [greedy(model, prompt(150 + at)) for at in range(3)]
+        prompts = [prompt(150 + at) for at in range(3)]  # the default device is each thread's own
+        expected = [greedy(model, ids) for ids in prompts]
         start = threading.Barrier(3)
 
         def work(at):
             start.wait()
-            out[at] = greedy(model, prompt(150 + at))
+            out[at] = greedy(model, prompts[at])
 
         threads = [threading.Thread(target=work, args=(at,)) for at in range(3)]
         for thread in threads:
