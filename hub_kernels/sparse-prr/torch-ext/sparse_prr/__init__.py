@@ -1,5 +1,5 @@
 """Kernels of exact sparse decoding: block summaries, compressed keys, Quest and InfLLM-v2
-scores, exact top-k, block partials, canonical merge, EMA.
+scores, exact top-k, block partials, canonical merge, EMA; and a layer's linear parts over one token.
 
 Every op has a plain-torch reference in `reference/`: the definition of correct, and what runs on a CPU. On a CUDA GPU
 with Triton the kernels of `triton_kernels/` run.
@@ -8,6 +8,7 @@ Shape letters, the same in every file:
     B batch row   H KV head   G query head of one KV head   D head dim   T columns a K/V buffer holds
     S tokens in a block   N blocks   K block ids in a list   W compressed keys in a block   R score row   M hints
     Q query token   I index head   E its dim   C channels of a latent   A channels of a RoPE key   P predicted tokens
+    X channels into a linear layer   Y channels out of it
 
 A batch row's block n covers the columns start + n*S .. start + (n+1)*S - 1, `start` being the column of the row's
 first real token and `end` the one behind its last, both [B] on the device. Block lists are int32, ascending, -1 in
@@ -31,6 +32,7 @@ append_states = dispatch.by_device(reference.append_states)
 block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
 ema_step = dispatch.by_device(reference.ema_step)
+grouped_linear = dispatch.by_device(reference.grouped_linear)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
 index_scores = dispatch.by_device(reference.index_scores)
 index_topk = dispatch.by_device(reference.index_topk)
@@ -39,6 +41,7 @@ latent_attention = dispatch.by_device(reference.latent_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
 repair_merge = dispatch.by_device(reference.repair_merge)
+rotate_append = dispatch.by_device(reference.rotate_append)
 select_blocks = dispatch.by_device(reference.select_blocks)
 tally = dispatch.by_device(reference.tally)
 topk_threshold = dispatch.by_device(reference.topk_threshold)
@@ -59,6 +62,7 @@ __all__ = [
     "ema_step",
     "ema_update",
     "gather_tokens",
+    "grouped_linear",
     "gvr_topk",
     "index_scores",
     "index_topk",
@@ -68,6 +72,7 @@ __all__ = [
     "normalise",
     "quest_scores",
     "repair_merge",
+    "rotate_append",
     "select_blocks",
     "slots_of",
     "tally",

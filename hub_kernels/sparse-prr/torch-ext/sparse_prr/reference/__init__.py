@@ -5,8 +5,10 @@ from .attend import Partials, block_partials
 from .compress import compress_keys
 from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
+from .linear import grouped_linear
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
+from .rotate import rotate_append
 from .score import infllm_scores, quest_scores
 from .select import ascending, select_blocks
 from .summary import update_summaries
@@ -28,6 +30,7 @@ __all__ = [
     "ema_step",
     "ema_update",
     "gather_tokens",
+    "grouped_linear",
     "gvr_topk",
     "index_scores",
     "index_topk",
@@ -37,6 +40,7 @@ __all__ = [
     "normalise",
     "quest_scores",
     "repair_merge",
+    "rotate_append",
     "select_blocks",
     "slots_of",
     "tally",

@@ -8,8 +8,10 @@ from .append import append_states
 from .attend import block_partials
 from .index import index_scores, index_topk
 from .latent import latent_attention
+from .linear import grouped_linear
 from .merge import merge_partials, repair_merge
 from .predict import ema_step
+from .rotate import rotate_append
 from .score import infllm_scores, quest_scores
 from .summary import compress_keys, update_summaries
 from .tally import tally
@@ -20,6 +22,7 @@ __all__ = [
     "block_partials",
     "compress_keys",
     "ema_step",
+    "grouped_linear",
     "gvr_topk",
     "index_scores",
     "index_topk",
@@ -28,6 +31,7 @@ __all__ = [
     "merge_partials",
     "quest_scores",
     "repair_merge",
+    "rotate_append",
     "select_blocks",
     "tally",
     "topk_threshold",

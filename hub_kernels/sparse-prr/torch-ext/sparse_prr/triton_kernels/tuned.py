@@ -15,6 +15,7 @@ the layouts that Triton 3.6 compiles for sm_90):
     merge          DS: the sum over ranks
     select         nothing: it compares integers
     ema_step       nothing: minimum, maximum and elementwise
+    linear         BY, BX and num_warps: which products a thread sums, and in which order threads are summed
     ways           nothing: which of the compiled ways of `gvr_topk` finds the same indices (`cuda_kernels/topk.py`)
 
 Serial decoding and PRR run the same parameters on one device, so they stay equal. What attention over a block is
@@ -40,10 +41,19 @@ DEFAULTS: Table = {
     "merge": {"DS": 32},  # channels of a program
     "select": {"num_warps": 16},  # of a program that holds a full chunk
     "ema_step": {"CHUNK": 512, "num_warps": 8},  # blocks of a program
+    "linear": {"BY": 8, "BX": 256, "STAGES": 4, "num_warps": 4},  # channels out of and into a program, tiles in flight
     # The longest row that goes whole, without a guess and with one; the most rows in tiles, and behind one guess each
     "ways": {"ROW": 8192, "ROW_GUESSED": 4096, "TILES": 2, "GUESSED": 128},
 }
-_LIMITS = {"BN": (16, 1024), "BW": (16, 1024), "DS": (16, 256), "CHUNK": (128, 4096), "num_warps": (1, 32)}
+_LIMITS = {
+    "BN": (16, 1024),
+    "BW": (16, 1024),
+    "BX": (64, 2048),
+    "DS": (16, 256),
+    "CHUNK": (128, 4096),
+    "num_warps": (1, 32),
+}
+_LIMITS |= {"BY": (1, 64), "STAGES": (1, 8)}
 _LIMITS |= {"ROW": (1024, 2**20), "ROW_GUESSED": (1024, 2**20), "TILES": (1, 64), "GUESSED": (1, 256)}
 _COMMITTED = Path(__file__).parent / "tuned"
 
