@@ -85,6 +85,9 @@ class SparseConfig:
         cuda_graph: generate() on an NVIDIA GPU replays the sparse layers of a decode step as a CUDA graph where they
             can be captured; the report says what became of it. Hooks, adapters and weights of those layers that
             change while it runs are not seen.
+        fused_layers: generate() on an NVIDIA GPU runs what a layer does beside attention for a decode token in four
+            kernels over the model's own weights: of one batch row, in half precision, once it outgrew its budget, and
+            where these modules are plain. False calls the modules.
     """
 
     selector: str = "auto"
@@ -106,6 +109,7 @@ class SparseConfig:
     sparse_prefill: bool = False
     workspace: int = 2**30
     cuda_graph: bool = True
+    fused_layers: bool = True
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -154,7 +158,7 @@ class SparseConfig:
             f"{_choices(KERNEL_SOURCES)}, a repo id, the path of a folder, or a module",
             self.kernels,
         )
-        for field in ("cuda_graph", "sparse_prefill", "strict", "trace"):
+        for field in ("cuda_graph", "fused_layers", "sparse_prefill", "strict", "trace"):
             _expect(isinstance(getattr(self, field), bool), field, "a bool", getattr(self, field))
 
     def _check_choices(self) -> None:

@@ -9,6 +9,7 @@ the device alone (`SparseGQA._attend_on_device`), so a replay is right for every
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from threading import Lock, get_ident
 from types import MethodType
@@ -18,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .cache import SparseCache
+from .fused import Layer, layer_of, why_not_module
 from .predictor import Prior
 
 if TYPE_CHECKING:
@@ -63,10 +65,10 @@ def _reference(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]
 class Tail:
     """The last layers of a model, all of them sparse, over one cache.
 
-    first: the index of the first of them.  layers: the decoder layers.
+    first: the index of the first of them.  layers: what each of them runs.
     """
 
-    def __init__(self, handle: "PatchHandle", cache: SparseCache, layers: list[Any], first: int) -> None:
+    def __init__(self, handle: "PatchHandle", cache: SparseCache, layers: list[Layer], first: int) -> None:
         self.handle, self.cache, self.layers, self.first = handle, cache, layers, first
         self.plan = handle.plans[first]
         self.notes = handle.graphs
@@ -85,17 +87,16 @@ class Tail:
         self._output: torch.Tensor | None = None
         self._priors: list[Prior] = []
 
-    def forward(
-        self, at: int, stock: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self, at: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Of the at-th layer of the tail. The first one runs all of them, and the others hand on what it returned."""
+        layer = self.layers[at]
         if at > 0:
-            return hidden_states if hidden_states is self._done else stock(hidden_states, *args, **kwargs)
+            return hidden_states if hidden_states is self._done else layer(hidden_states, *args, **kwargs)
         cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
         if args or cache is not self.cache or torch.is_grad_enabled():  # the first: another thread's
-            return stock(hidden_states, *args, **kwargs)
+            return layer(hidden_states, *args, **kwargs)
         self._done = self._token(hidden_states, kwargs)
-        return stock(hidden_states, **kwargs) if self._done is None else self._done
+        return layer(hidden_states, **kwargs) if self._done is None else self._done
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -221,12 +222,14 @@ class Tail:
         try:
             given = dict(self._inputs)
             hidden_states = given.pop("hidden_states")
-            for decoder in self.layers:
-                hidden_states = type(decoder).forward(decoder, hidden_states, attention_mask=None, **given)
-            for layer, prior in zip(self._held, self._priors, strict=True):
-                for held, made in zip(tree_leaves(tuple(prior)), tree_leaves(tuple(layer.memory.prior)), strict=True):
-                    if held is not None:
-                        held.copy_(made)
+            for run in self.layers:
+                hidden_states = run(hidden_states, attention_mask=None, **given)
+            made = [layer.memory.prior for layer in self._held]
+            pairs = zip(
+                *(tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made)), strict=True
+            )
+            held, new = zip(*((old, now) for old, now in pairs if old is not None), strict=True)
+            torch._foreach_copy_(held, new)  # a launch for each dtype: 60 of them took 70 us a token
         finally:
             statistics.selector_calls = calls
             self.cache.on_device = False
@@ -241,57 +244,36 @@ class Tail:
             layer.advance()
             statistics.selector_calls[index] += 1
 
-    def install(self) -> None:
-        for at, layer in enumerate(self.layers):
-            layer.__dict__["forward"] = _Forward(self, at, layer)
-
-    def remove(self) -> None:
-        """The layers run as ever again; the graph and its memory are given back."""
-        for layer in self.layers:
-            if getattr(layer.__dict__.get("forward"), "tail", None) is self:
-                del layer.__dict__["forward"]
+    def end(self) -> None:
+        """generate() is over: the graph and its memory are given back."""
         if not self._inputs and self._single > _SOME and self.notes.reason is None:
             self.notes.reason = _MOVED
         self._replay = None
 
 
 class _Forward:
-    """Stands in for the forward of a decoder layer during generate(). A copy of the model has one without a tail."""
+    """Stands in for the forward of a decoder layer during generate(). A copy of the model has the layer's own."""
 
-    def __init__(self, tail: Tail | None, at: int, layer: Any) -> None:
-        self.tail, self.at, self.layer = tail, at, layer
+    def __init__(self, layer: Any, run: Layer | None) -> None:
+        self.layer, self.run = layer, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stock = MethodType(type(self.layer).forward, self.layer)
-        return stock(*args, **kwargs) if self.tail is None else self.tail.forward(self.at, stock, *args, **kwargs)
+        run = MethodType(type(self.layer).forward, self.layer) if self.run is None else self.run
+        return run(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _Forward, (None, self.at, self.layer)
+        return _Forward, (self.layer, None)
 
 
 def _is_installed(decoder: Any) -> bool:
     forward = None if decoder is None else decoder.__dict__.get("forward")
-    return isinstance(forward, _Forward) and forward.tail is not None
+    return isinstance(forward, _Forward) and forward.run is not None
 
 
 def _decoders(handle: "PatchHandle") -> list[Any]:
     """The decoder layers around the patched attention modules, in their order."""
     around = {id(getattr(module, "self_attn", None)): module for module in handle.model.modules()}
     return [around.get(id(attention)) for attention in handle.modules]
-
-
-def _why_not_module(module: Any) -> str | None:
-    """What a graph would leave out."""
-    name = type(module).__name__
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those of transformers wait for hidden states to be asked for
-    if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
-        return f"a hook on {name}"
-    if "forward" in module.__dict__:
-        return f"the forward of a {name} was replaced"
-    if module._compiled_call_impl:
-        return f"a {name} is compiled"
-    return None
 
 
 def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | None:
@@ -319,7 +301,7 @@ def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | Non
         (handle.graphs.failed is not None, handle.graphs.failed),
     )
     told = next((reason for holds, reason in reasons if holds), None)
-    return told or next((reason for module in modules if (reason := _why_not_module(module)) is not None), None)
+    return told or next((reason for module in modules if (reason := why_not_module(module)) is not None), None)
 
 
 @contextmanager
@@ -334,8 +316,8 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
         return
     first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)
     first = max(first, handle.leader + 1)
-    decoders = _decoders(handle)[first:]
-    tail = None
+    decoders = _decoders(handle)
+    tail, installed = None, []
     with _INSTALLING:
         if any(_is_installed(decoder) for decoder in decoders):
             handle.graphs.beside += 1
@@ -343,14 +325,25 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
             reason = "hidden states or attentions are asked for" if asks_for_more else None
             if tokens is not None and tokens < _SOME:
                 reason = f"fewer than {_SOME} tokens were to come"
-            handle.graphs.reason = reason or why_not(handle, decoders, first)
+            handle.graphs.reason = reason or why_not(handle, decoders[first:], first)
+            handle.graphs.fused = 0
+            # Of the layers behind the first of full attention, which tells what the token is
+            known = {at: decoders[at] for at in range(handle.leader + 1, len(plans)) if decoders[at] is not None}
+            layers = {at: layer_of(handle, decoder) for at, decoder in known.items()}
             if handle.graphs.reason is None:
-                tail = Tail(handle, cache, decoders, first)
-                tail.install()
+                tail = Tail(handle, cache, [layers[at] for at in range(first, len(plans))], first)
+            for at, decoder in known.items():
+                run = layers[at] if tail is None or at < first else partial(tail.forward, at - first)
+                if "forward" not in decoder.__dict__:
+                    decoder.__dict__["forward"] = _Forward(decoder, run)
+                    installed.append(decoder)
         _RUNNING.append(get_ident())
     try:
         yield
     finally:
         _RUNNING.remove(get_ident())
+        for decoder in installed:
+            if isinstance(decoder.__dict__.get("forward"), _Forward):
+                del decoder.__dict__["forward"]
         if tail is not None:
-            tail.remove()
+            tail.end()

@@ -139,11 +139,13 @@ class SparseLayer(CacheLayerMixin):
             self.summarised = self.length
 
     def append_on_device(self, kernels: Any, key: torch.Tensor, value: torch.Tensor, grid: Grid) -> None:
-        """Append one token [B, H, 1, D] to a buffer that has room, in the column before `grid.end`, and summarise it:
-        lengths are read on the device alone. `advance` tells the host."""
+        """Append one token [B, H, 1, D] to a buffer that has room, in the column before `grid.end`:
+        lengths are read on the device alone. `summarise_newest` is due then, and `advance` tells the host."""
         kernels.append_states(self.keys, self.values, key, value, grid.end)
-        columns = Columns(self.keys, *grid, 1)
-        SELECTORS[self.plan.selector].summarise(kernels, self.summaries, columns, self.plan)
+
+    def summarise_newest(self, kernels: Any, grid: Grid) -> None:
+        """Bring the summary of the block that holds the newest token up to date, on the device alone."""
+        SELECTORS[self.plan.selector].summarise(kernels, self.summaries, Columns(self.keys, *grid, 1), self.plan)
 
     def advance(self) -> None:
         """A token was appended on the device, and the prior overwritten: a crop that undoes it leaves none."""

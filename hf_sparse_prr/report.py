@@ -164,7 +164,8 @@ class Recorder:
 class GraphReport:
     """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last one kept.  reason: why
     the last generate() had none.  failed: why none will be tried again.  beside: generate() calls during another one of
-    the same model, which have none."""
+    the same model, which have none.  fused: layers whose linear parts the last generate() could run in a few kernels a
+    token, wholly or in part."""
 
     captured: int = 0
     replayed: int = 0
@@ -172,6 +173,7 @@ class GraphReport:
     reason: str | None = None
     failed: str | None = None
     beside: int = 0
+    fused: int = 0
 
     def __str__(self) -> str:
         said = [] if self.reason is None else [f"off, because {self.reason}"]
@@ -179,7 +181,8 @@ class GraphReport:
             said.append(f"{self.captured} captured, {self.replayed} tokens replayed, {self.bytes / 2**20:.0f} MiB")
         if self.beside:
             said.append(f"{self.beside} calls of generate() ran during another and had none")
-        return f"CUDA graphs of decode steps: {'; '.join(said) or 'none yet'}"
+        fused = f"; linear parts fused in {self.fused} layers" if self.fused else ""
+        return f"CUDA graphs of decode steps: {'; '.join(said) or 'none yet'}{fused}"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The forward that every grouped-query family shares: append, stock attention where it applies, sparse where rows
 outgrow their budget."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -11,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
+from hf_sparse_prr.fused import is_norm
 from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
@@ -31,12 +33,19 @@ else:
     _Attention = SparseAttention
 
 
-class SparseGQA(_Attention):
-    """Grouped-query attention, whose KV heads select blocks."""
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+class SparseGQA(_Attention):
+    """Grouped-query attention, whose KV heads select blocks.
+
+    rotates: which channels of a head RoPE turns together, "halves" (i and i + A/2 of the first A) or "neighbours"; None
+    where it does something else: the layer's linear parts aren't fused then.
+    """
+
+    rotates: ClassVar[str | None] = None
+
+    def project(self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any) -> States:
         """Post-RoPE query [B, H*G, Q, D], key and value [B, H, Q, D], by the modules of the stock class."""
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads)
@@ -63,48 +72,108 @@ class SparseGQA(_Attention):
         if not isinstance(cache, SparseCache):
             self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
             return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        if cache.on_device:
-            return self._attend_on_device(hidden_states, position_embeddings, cache), None
         wants_weights = self.check_cache(cache, kwargs)
-        config = self.binding.handle.config
         grad = torch.is_grad_enabled()
+        project = partial(self.project, hidden_states, position_embeddings)
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
         with torch.inference_mode(False), torch.no_grad():
-            try:
-                if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
-                    cache.check_settings(config)
+            if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
+                try:
+                    cache.check_settings(self.binding.handle.config)
                     mask = self._window_mask(attention_mask, cache, hidden_states)
                     gpu = on_gpu(self.config._attn_implementation, hidden_states.device)
                     with without_cudnn() if gpu else nullcontext():
                         return super().forward(hidden_states, position_embeddings, mask, cache, **kwargs)
-                query, key, value = self.project(hidden_states, position_embeddings)
-                step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
-                if self.layer_idx == cache.leader:
-                    self.binding.check_step(step, grad, key.device)
-            except BaseException:  # raised again
-                cache.undo(self.layer_idx)
-                raise
-            keys, values = cache.append(key, value, self.layer_idx, step, config)
-            keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
-            output, weights = self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
-            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+                except BaseException:  # raised again
+                    cache.undo(self.layer_idx)
+                    raise
+            if cache.on_device:
+                output, weights = self._attend_on_device(project, cache), None
+            else:
+                output, weights = self._attend_over(project, attention_mask, cache, wants_weights, grad, kwargs)
+            output = output.to(hidden_states.dtype).reshape(*hidden_states.shape[:-1], -1)
+            return self.o_proj(output), weights
+
+    def fuses(self) -> bool:
+        """Whether `attend_states` does what `forward` does between its projections."""
+        norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None]
+        return self.rotates is not None and all(is_norm(norm, self.modeling) for norm in norms)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _attend_on_device(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, cache: SparseCache
+    def attend_states(
+        self, states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> torch.Tensor:
+        """`forward` of one token between its projections: states [1, Y], query, key and value side by side, to what
+        `o_proj` is given, [1, H*G*D]."""
+        cache = self.given_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None), kwargs)
+        turn = partial(self._turn, states, position_embeddings)
+        if cache.on_device:
+            return self._attend_on_device(turn, cache).view(1, -1)
+        return self._attend_over(turn, attention_mask, cache, False, False, kwargs)[0].view(1, -1)
+
+    def _turn(
+        self,
+        states: torch.Tensor,
+        position_embeddings: Any,
+        keys: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        end: torch.Tensor | None = None,
+    ) -> States:
+        """As `project`, of states [1, Y]. Key and value go to the column before `end` of `keys` and `values`, where
+        they are given, and these are returned."""
+        if keys is None or values is None or end is None:
+            keys, values = states.new_empty((2, 1, self.config.num_key_value_heads, 1, self.head_dim))
+            end = torch.ones(1, dtype=torch.int64, device=states.device)
+        norms: dict[str, Any] = {}
+        if hasattr(self, "q_norm"):
+            norms = dict(query_norm=self.q_norm.weight, key_norm=self.k_norm.weight, eps=self.q_norm.variance_epsilon)
+        cos, sin = (angle[:, 0] for angle in position_embeddings)
+        query = self.binding.handle.kernels.module.rotate_append(
+            states, cos, sin, keys, values, end, interleaved=self.rotates == "neighbours", **norms
+        )
+        return query[:, :, None], keys, values
+
+    def _attend_over(
+        self,
+        project: Callable[[], States],
+        attention_mask: Any,
+        cache: SparseCache,
+        wants_weights: bool,
+        grad: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Append what `project` gives, and attend: [B, Q, H*G, D], and weights where they are asked for. grad: whether
+        the caller had gradients on."""
+        config = self.binding.handle.config
+        try:
+            query, key, value = project()
+            step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
+            if self.layer_idx == cache.leader:
+                self.binding.check_step(step, grad, key.device)
+        except BaseException:  # raised again
+            cache.undo(self.layer_idx)
+            raise
+        keys, values = cache.append(key, value, self.layer_idx, step, config)
+        keys, values, attention_mask = self._stock_view(keys, values, attention_mask, cache, step)
+        return self._attend(query, keys, values, attention_mask, cache, step, wants_weights, kwargs)
+
+    def _attend_on_device(self, project: Callable[..., States], cache: SparseCache) -> torch.Tensor:
         """One decode token for which every row selects, that the first layer of full attention has checked: nothing of
-        it is known on the host, so that a CUDA graph of it can be replayed for the next token."""
+        it is known on the host, so that a CUDA graph of it can be replayed for the next token. fp32 [B, 1, H*G, D]."""
         plan, handle, layer = self.binding.plan, self.binding.handle, cache.layers[self.layer_idx]
         kernels, tokens = handle.kernels.module, cache.tokens
-        query, key, value = self.project(hidden_states, position_embeddings)
-        layer.append_on_device(kernels, key, value, tokens.on(query.device))
+        grid = tokens.on(layer.keys.device)
+        query, key, value = project(layer.keys, layer.values, grid.end)
+        if key is not layer.keys:
+            layer.append_on_device(kernels, key, value, grid)
         token = token_at(tokens, tokens.length - 1, 0, plan, query.device)
-        grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+        grouped = query[:, :, 0].unflatten(1, (layer.keys.shape[1], -1))
         statistics = handle.recorder.statistics_of(cache)
-        output, _ = decode_token(layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False)
-        return self.o_proj(output.to(query.dtype).reshape(*hidden_states.shape[:-1], -1))
+        output, _ = decode_token(
+            layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False, newest=grid
+        )
+        return output.flatten(1, 2)[:, None]
 
     def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:
         """The mask of a layer with a window; where it hides nothing but the cache knows of padding, one of our own."""

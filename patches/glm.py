@@ -14,18 +14,21 @@ class SparseGlmAttention(SparseGQA, glm.GlmAttention):
     """Neighbouring channels are rotated together."""
 
     stock, modeling = glm.GlmAttention, glm
+    rotates = "neighbours"
 
 
 class SparseGlm4Attention(SparseGQA, glm4.Glm4Attention):
     """As GLM."""
 
     stock, modeling = glm4.Glm4Attention, glm4
+    rotates = "neighbours"
 
 
 class SparseGlm4MoeAttention(SparseGQA, glm4_moe.Glm4MoeAttention):
     """The two halves of what is rotated go together; queries and keys may be normalised."""
 
     stock, modeling = glm4_moe.Glm4MoeAttention, glm4_moe
+    rotates = "halves"
 
 
 class SparseGlmMoeDsaAttention(SparseMLA, glm_moe_dsa.GlmMoeDsaAttention):

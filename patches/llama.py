@@ -9,6 +9,7 @@ class SparseLlamaAttention(SparseGQA, llama.LlamaAttention):
     """Rotates all of a head, in halves."""
 
     stock, modeling = llama.LlamaAttention, llama
+    rotates = "halves"
 
 
 ATTENTION = {"llama": SparseLlamaAttention}

@@ -12,24 +12,28 @@ class SparseQwen2Attention(SparseGQA, qwen2.Qwen2Attention):
     """Biases on query, key and value."""
 
     stock, modeling = qwen2.Qwen2Attention, qwen2
+    rotates = "halves"
 
 
 class SparseQwen2MoeAttention(SparseGQA, qwen2_moe.Qwen2MoeAttention):
     """As Qwen2; the bias is an option."""
 
     stock, modeling = qwen2_moe.Qwen2MoeAttention, qwen2_moe
+    rotates = "halves"
 
 
 class SparseQwen3Attention(SparseGQA, qwen3.Qwen3Attention):
     """Queries and keys of each head are normalised before RoPE."""
 
     stock, modeling = qwen3.Qwen3Attention, qwen3
+    rotates = "halves"
 
 
 class SparseQwen3MoeAttention(SparseGQA, qwen3_moe.Qwen3MoeAttention):
     """As Qwen3; a sliding window, where there is one, is every layer's."""
 
     stock, modeling = qwen3_moe.Qwen3MoeAttention, qwen3_moe
+    rotates = "halves"
 
 
 ATTENTION = {

@@ -115,6 +115,7 @@ def test_defaults_are_those_of_the_contract():
         "sparse_prefill": False,
         "workspace": 2**30,
         "cuda_graph": True,
+        "fused_layers": True,
     }
 
 

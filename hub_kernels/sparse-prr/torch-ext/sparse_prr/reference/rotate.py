@@ -79,10 +79,12 @@ def rotate_append(
     """
     count = check_rotate_arguments(states, cos, sin, keys, values, end, query_norm, key_norm)
     heads, dim = keys.shape[1], keys.shape[3]
-    sizes = (count * dim, heads * dim, heads * values.shape[3])
-    query, key, value = (part.unflatten(1, (-1, part.shape[1] // n)) if n else part[:, None, :0]
-                         for part, n in zip(states.split(sizes, dim=1), (count, heads, heads), strict=True))  # fmt: skip
-    query = query.reshape(states.shape[0], count, dim)
+    wide, batch = values.shape[3], states.shape[0]
+    query, key, value = states.split((count * dim, heads * dim, heads * wide), dim=1)
+    query, key, value = (
+        part.reshape(batch, number, size)
+        for part, number, size in ((query, count, dim), (key, heads, dim), (value, heads, wide))
+    )
     if query_norm is not None:
         query = rms_norm(query, query_norm, eps)
     if key_norm is not None:

@@ -97,7 +97,7 @@ def grouped_linear(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference. A program takes BY channels of a row; rows don't share what they read, so few rows are meant."""
+    """As the reference. A program takes BY channels of a row; rows don't share what they read: few are meant."""
     check_linear_arguments(x, weights, biases, norm, gated, residual)
     config = tuned.config("linear", x)
     size = config["BY"]
