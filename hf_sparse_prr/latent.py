@@ -28,7 +28,8 @@ def token_of(tokens: Tokens, column: int, step: int, topk: int, device: torch.de
     key = (column, "latent", topk, device)
     if key not in tokens.shared:
         valid, start, newest_end = tokens.on(device)
-        end = newest_end - (tokens.length - 1 - column)
+        later = tokens.length - 1 - column
+        end = newest_end - later if later else newest_end
         nothing = torch.empty((valid.shape[0], 1, 0), dtype=torch.int32, device=device)
         tokens.shared[key] = Token(
             column=column, step=step, valid=valid, start=start, end=end, length=end - start,
@@ -83,7 +84,7 @@ def select_tokens(
 class LatentAttention:
     """How one decode token attends: `decode.decode_step` drives it. query: [B, 1, H, C + A], absorbed.
 
-    on_device: the token's column is known to the device alone.
+    on_device: the token's column is known to the device alone, and every row selects.
     """
 
     heads = 1
@@ -101,7 +102,8 @@ class LatentAttention:
         self.layer, self.index, self.query = layer, index, query
         self.token, self.kernels, self.scale = token, kernels, scale
         self.attended: torch.Tensor | None = None  # int32 [B, 1, K], also of rows that select nothing
-        self.end = token.length.masked_fill(~token.selects, 0)  # tokens that are scored, as the counters take them
+        # Tokens that are scored, as the counters take them
+        self.end = token.length if on_device else token.length.masked_fill(~token.selects, 0)
         self._data = (layer.keys[:, 0], layer.values[:, 0])
         self._own = token.end[:, None] if on_device else None
 
@@ -115,14 +117,20 @@ class LatentAttention:
     def select(self, predicted: torch.Tensor | None, previous: torch.Tensor | None) -> Selection:
         """A row that fits attends to all its tokens, and counts as one that selects nothing."""
         token, topk = self.token, self.layer.plan.blocks
-        hint = predicted if previous is None else previous + (previous >= 0).int()  # as far back as they were
         prior = self.layer.memory.prior
         threshold = None if prior is None else prior.threshold
+        hint = predicted
+        if threshold is not None:  # it goes before a hint
+            hint = None
+        elif previous is not None:
+            hint = previous + (previous >= 0).int()  # as far back as they were
         attended, scores = select_tokens(
             self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint, threshold=threshold,
             end=self._own,
         )  # fmt: skip
         self.attended = attended
+        if self._own is not None:
+            return Selection(attended, attended, scores)
         selects = token.selects[:, None, None]
         chosen = torch.where(selects, attended, -1)
         return Selection(chosen, chosen, scores.masked_fill(~selects, float("nan")))
