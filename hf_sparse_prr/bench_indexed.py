@@ -1,8 +1,9 @@
 """Time one latent-attention layer with an indexer at a published model's sizes: stock on a DynamicCache, serial sparse
-and PRR, in turns in one process, and a prompt on an empty cache. Nothing is timed before it agrees with stock."""
+and PRR, in turns in one process, on a GPU also as CUDA graphs, and prompts on an empty cache. Outputs that aren't
+stock's end it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from .bench import CORRELATION, compared, described, machine, measured_kernels, successive
-from .bench_exact import ExactnessError
+from .bench_captured import CapturedSteps, shares
+from .bench_exact import ExactnessError, check_bits
+from .bench_indexed_prompt import time_prompt
 from .bench_time import Timer
 from .cache import SparseCache
 from .hooks import cache_argument
@@ -20,7 +23,11 @@ from .patching import patch_model
 # Their sizes are the defaults of transformers' config classes
 SHAPES = {"deepseek-v3.2": "deepseek_v32", "glm-5": "glm_moe_dsa"}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of the largest output
+DEVICES = ("cuda",)  # that have graphs
+SETTINGS = {"serial": False, "prr": True}  # `speculate` of each
 _WARM = 3  # first steps of a turn, not timed
+
+Progress = Callable[[str, int, int | None], None]
 
 
 class Layer:
@@ -37,24 +44,33 @@ class Layer:
             sizes["indexer_types"] = ["full"]
         self.config = AutoConfig.for_model(kind, pad_token_id=None, bos_token_id=None, **sizes)
         torch.manual_seed(0)
-        self.model: Any = AutoModelForCausalLM.from_config(self.config)
-        self.model = self.model.to(device, dtype).eval()
+        with torch.device(device):
+            self.model: Any = AutoModelForCausalLM.from_config(self.config)
+        self.model = self.model.to(dtype).eval()
         self.attention: Any = self.model.model.layers[0].self_attn
+        self.attention.indexer.weights_proj.float()  # as in a model that was loaded
         self.options: dict[str, Any] = dict(device=device, dtype=dtype)
 
     def normal(self, *sizes: int) -> torch.Tensor:
         return torch.randn(sizes, **self.options)
 
+    def inputs(self, hidden: torch.Tensor, begin: int) -> dict[str, Any]:
+        """What a layer of a patched model is given, of the tokens [1, Q, hidden] that follow `begin` others: no mask
+        [1, 1, Q, T]."""
+        positions = torch.arange(begin, begin + hidden.shape[1], device=hidden.device)[None]
+        embeddings = self.model.model.rotary_emb(hidden, positions)
+        return dict(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, position_ids=positions)
+
+    def attend(self, given: dict[str, Any], cache: Any) -> torch.Tensor:
+        return self.attention(**given, **{cache_argument(): cache})[0]
+
     def forward(self, hidden: torch.Tensor, begin: int, cache: Any) -> torch.Tensor:
         """Output of the tokens [1, Q, hidden] that follow `begin` others."""
-        columns = torch.arange(begin + hidden.shape[1], device=hidden.device)
-        positions = columns[begin:][None]
-        embeddings = self.model.model.rotary_emb(hidden, positions)
-        mask = (columns <= positions[0, :, None])[None, None]
-        given = {cache_argument(): cache}
-        return self.attention(
-            hidden_states=hidden, position_embeddings=embeddings, attention_mask=mask, position_ids=positions, **given
-        )[0]
+        given = self.inputs(hidden, begin)
+        if not isinstance(cache, SparseCache):
+            columns = torch.arange(begin + hidden.shape[1], device=hidden.device)
+            given["attention_mask"] = (columns <= given["position_ids"][0, :, None])[None, None]
+        return self.attend(given, cache)
 
     def filled(self, cache: Any, states: tuple[torch.Tensor, ...], expanded: bool) -> Any:
         """A cache of latents, RoPE keys and index keys; of keys and values where this transformers caches those."""
@@ -79,7 +95,7 @@ class Layer:
         return cache.layers[0].keys.shape[1] > 1
 
 
-def _check(found: torch.Tensor, stock: torch.Tensor, what: str) -> float:
+def check(found: torch.Tensor, stock: torch.Tensor, what: str) -> float:
     """Largest difference to stock, as a share of its largest output. ExactnessError above the tolerance."""
     error = float((found.float() - stock.float()).abs().max() / stock.float().abs().max())
     allowed = TOLERANCE[stock.dtype]
@@ -88,83 +104,86 @@ def _check(found: torch.Tensor, stock: torch.Tensor, what: str) -> float:
     return error
 
 
-def _prompt(layer: Layer, tokens: int, with_stock: bool, kernels: str | Path | ModuleType) -> dict[str, Any]:
-    """A prompt on an empty cache: ms, and on a GPU the bytes that it takes beside what was there."""
+def _decode(
+    layer: Layer, tokens: int, expanded: bool, rounds: int, steps: int, kernels: str | Path | ModuleType,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """All settings over a cache of random latents."""
     device = torch.device(layer.options["device"])
-    timed, hidden = Timer(device), layer.normal(1, tokens, layer.config.hidden_size)
-    found: dict[str, Any] = {"tokens": tokens, "ms": {}, "peak_bytes": {}}
-    outputs = {}
-    for name in (*(["stock"] if with_stock else []), "sparse"):
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device) if on_gpu else 0
-        if name == "stock":
-            cache: Any = DynamicCache(config=layer.config)
-            found["ms"][name], outputs[name] = timed(layer.forward, hidden, 0, cache)
-        else:
-            with patch_model(layer.model, kernels=kernels):
-                found["ms"][name], outputs[name] = timed(layer.forward, hidden, 0, SparseCache(layer.model))
-        found["peak_bytes"][name] = torch.cuda.max_memory_allocated(device) - held if on_gpu else None
-    if with_stock:
-        found["error"] = _check(outputs["sparse"], outputs["stock"], f"a prompt of {tokens} tokens")
-    return found
+    inputs = successive(lambda: layer.normal(1, 1, layer.config.hidden_size), steps + _WARM, CORRELATION)
+    states, timed = layer.states(tokens), Timer(device)
+    prefilled = layer.filled(SparseCache(layer.config), states, False)
+    times: dict[str, list[float]] = {"stock": [], **{name: [] for name in SETTINGS}}
+    stats, graphs, error = {}, {}, 0.0
+    for turn in range(rounds):
+        progress(f"{tokens} tokens: decoding", turn, rounds)
+        cache = layer.filled(DynamicCache(config=layer.config), states, expanded)
+        taken = [timed(layer.forward, each, tokens + i, cache) for i, each in enumerate(inputs)]
+        times["stock"] += [ms for ms, _ in taken[_WARM:]]
+        stock = [output for _, output in taken]
+        del cache
+        for name, speculate in SETTINGS.items():
+            with patch_model(layer.model, speculate=speculate, kernels=kernels) as handle:
+                cache = copy.deepcopy(prefilled)
+                taken = [timed(layer.forward, each, tokens + i, cache) for i, each in enumerate(inputs)]
+                times[name] += [ms for ms, _ in taken[_WARM:]]
+                stats[name] = handle.stats()
+                for (_, output), expected in zip(taken, stock, strict=True):
+                    error = max(error, check(output, expected, name))
+                if turn == 0 and device.type in DEVICES:
+                    cache = copy.deepcopy(prefilled)
+                    for i, each in enumerate(inputs[:_WARM]):
+                        layer.forward(each, tokens + i, cache)
+                    captured = CapturedSteps(layer, handle, cache)
+                    replayed = captured.outputs(inputs[_WARM:])
+                    for output, (_, expected) in zip(replayed, taken[_WARM:], strict=True):
+                        check_bits(f"{name}, captured", output, expected, "eager steps")
+                    graphs[name] = captured.timed(inputs[_WARM:])
+    stock_bytes = sum(each.numel() * each.element_size() for each in states)
+    found = compared(times, stats, stock_bytes, layer.attention, layer.options["device"])
+    captured_shares = {name: shares(each, found, name, device) for name, each in graphs.items()}
+    return {"tokens": tokens, "error": error, **found, "captured": captured_shares or None}
 
 
 @torch.no_grad()
 def bench_indexed(
     shape: str = "deepseek-v3.2",
-    tokens: int = 8192,
+    contexts: Sequence[int] = (8192,),
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     rounds: int = 3,
     steps: int = 12,
-    prefill: int = 0,
-    stock_prefill: bool = True,
-    progress: Callable[[str, int, int | None], None] = lambda *_: None,
+    prefill: Sequence[int] = (),
+    stock_prefill: int = 8192,
+    progress: Progress = lambda *_: None,
     kernels: str | Path | ModuleType = "auto",
 ) -> dict[str, Any]:
-    """Medians in ms over `rounds` turns of `steps` decode steps each over `tokens` tokens of random latents, with
-    ratios to stock and bytes read a step; and of a prompt of `prefill` tokens, once.
+    """At each of the contexts: medians in ms over `rounds` turns of `steps` decode steps each over so many tokens of
+    random latents, with ratios to stock and bytes read a step. On a GPU also microseconds of a step in a CUDA graph,
+    which has replayed the eager steps' bits, and the share of its floor. And ms and bytes of prompts of so many tokens
+    as `prefill` lists, also of stock up to `stock_prefill` tokens.
 
     A step includes the projections and the append. Its input is random, correlated with the one before it.
 
     Raises:
         ValueError: a shape that isn't one of SHAPES; fewer tokens than a query selects.
         KernelError: kernels that can't be loaded; only those of "auto" may fall back.
-        ExactnessError: an output isn't stock's.
+        ExactnessError: an output isn't stock's, or a captured step's not that of an eager one.
     """
     loaded = measured_kernels(kernels)
     layer = Layer(shape, device, dtype)
     topk, expanded = layer.config.index_topk, layer.caches_keys()
-    if tokens <= topk:
-        raise ValueError(f"tokens: expected more than the {topk} that a query selects, got {tokens}")
-    inputs = successive(lambda: layer.normal(1, 1, layer.config.hidden_size), steps + _WARM, CORRELATION)
-    states, timed = layer.states(tokens), Timer(torch.device(device))
-    prefilled = layer.filled(SparseCache(layer.config), states, False)
-    times: dict[str, list[float]] = {"stock": [], "serial": [], "prr": []}
-    stats, error = {}, 0.0
-    for turn in range(rounds):
-        progress("decoding", turn, rounds)
-        cache = layer.filled(DynamicCache(config=layer.config), states, expanded)
-        taken = [timed(layer.forward, each, tokens + i, cache) for i, each in enumerate(inputs)]
-        times["stock"] += [ms for ms, _ in taken[_WARM:]]
-        stock = [output for _, output in taken]
-        for name, speculate in (("serial", False), ("prr", True)):
-            with patch_model(layer.model, speculate=speculate, kernels=kernels) as handle:
-                cache = copy.deepcopy(prefilled)
-                taken = [timed(layer.forward, each, tokens + i, cache) for i, each in enumerate(inputs)]
-                times[name] += [ms for ms, _ in taken[_WARM:]]
-                stats[name] = handle.stats()
-            for (_, output), expected in zip(taken, stock, strict=True):
-                error = max(error, _check(output, expected, name))
-    stock_bytes = sum(each.numel() * each.element_size() for each in states)
+    for tokens in contexts:
+        if tokens <= topk:
+            raise ValueError(f"tokens: expected more than the {topk} that a query selects, got {tokens}")
     return {
         "bench": "layer",
         **machine(device, dtype),
         "kernels": described(loaded),
-        "shape": {"name": shape, "tokens": tokens, "heads": layer.config.num_attention_heads, "index_topk": topk},
-        "error": error,
-        **compared(times, stats, stock_bytes, layer.attention, device),
-        "prefill": _prompt(layer, prefill, stock_prefill, kernels) if prefill else None,
+        "shape": {"name": shape, "heads": layer.config.num_attention_heads, "index_topk": topk},
+        "rounds": rounds,
+        "contexts": [_decode(layer, tokens, expanded, rounds, steps, kernels, progress) for tokens in contexts],
+        "prefill": [
+            time_prompt(layer, check, tokens, tokens <= stock_prefill, rounds, kernels, progress) for tokens in prefill
+        ],
     }

@@ -27,8 +27,9 @@ def why_not_module(module: Any) -> str | None:
     """What a graph, or another kernel in its place, would leave out."""
     name = type(module).__name__
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those of transformers wait for hidden states to be asked for
-    if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
+    # Those of transformers wait for hidden states to be asked for; our own hands on a mask that the tail doesn't see
+    others = [hook for hook in hooks if str(hook.__module__).partition(".")[0] not in ("transformers", __package__)]
+    if hasattr(module, "_hf_hook") or others:
         return f"a hook on {name}"
     if "forward" in module.__dict__:
         return f"the forward of a {name} was replaced"
@@ -45,7 +46,8 @@ class Linears(NamedTuple):
 
 
 def _linears(modules: list[Any]) -> Linears | None:
-    """None unless they are linear layers as torch makes them, of one half precision and device, all with a bias or none."""
+    """None unless they are linear layers as torch makes them, of one half precision and device, all with a bias or
+    none."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if type(module) is not nn.Linear or type(weight) is not nn.Parameter or why_not_module(module) is not None:

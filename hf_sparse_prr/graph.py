@@ -3,7 +3,7 @@ captured once and replayed.
 
 Layers up to the first of full attention run as ever: that one checks the token, appends it and tells the cache. So do
 dense layers, whose attention takes another shape for each length. What follows them is the tail: it reads lengths on
-the device alone (`SparseGQA._attend_on_device`), so a replay is right for every later token, until a buffer moves.
+the device alone (on_device.py), so a replay is right for every later token, until a buffer moves.
 """
 
 import weakref
@@ -19,15 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .cache import SparseCache
+from .experts import why_not_experts
 from .fused import Layer, layer_of, why_not_module
-from .predictor import Prior
+from .on_device import DeviceSteps
 
 if TYPE_CHECKING:
     from .patching import PatchHandle
 
 DEVICES = ("cuda",)
-# What counts its experts routes tokens by host code, which a graph would repeat for the token that it was captured with
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CACHES = ("cache", "past_key_values")
 _SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
 _MOVED = "no two tokens in a row had the same buffers and every row selecting (beams, drafts and crops move them)"
@@ -72,7 +71,8 @@ class Tail:
         self.handle, self.cache, self.layers, self.first = handle, cache, layers, first
         self.plan = handle.plans[first]
         self.notes = handle.graphs
-        self._held = cache.layers[first:]
+        self._steps = DeviceSteps(handle, cache, first)
+        self._hands_on = getattr(handle.modules[first], "hands_on", False)  # its layers return their selection too
         self._config = handle.model.config.get_text_config(decoder=True)
         self._off = False
         self._known, self._wait = 0, 1  # tokens in a row that a graph would do for; and those before it is captured
@@ -85,18 +85,22 @@ class Tail:
         self._replay: Replay | None = None
         self._inputs: dict[str, Any] = {}
         self._output: torch.Tensor | None = None
-        self._priors: list[Prior] = []
 
     def forward(self, at: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Of the at-th layer of the tail. The first one runs all of them, and the others hand on what it returned."""
         layer = self.layers[at]
         if at > 0:
-            return hidden_states if hidden_states is self._done else layer(hidden_states, *args, **kwargs)
+            done = hidden_states is self._done
+            return self._returned(hidden_states) if done else layer(hidden_states, *args, **kwargs)
         cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
         if args or cache is not self.cache or torch.is_grad_enabled():  # the first: another thread's
             return layer(hidden_states, *args, **kwargs)
         self._done = self._token(hidden_states, kwargs)
-        return layer(hidden_states, **kwargs) if self._done is None else self._done
+        return layer(hidden_states, **kwargs) if self._done is None else self._returned(self._done)
+
+    def _returned(self, hidden_states: torch.Tensor) -> Any:
+        """As a layer returns it; nobody asks for a selection behind the tail."""
+        return (hidden_states, None) if self._hands_on else hidden_states
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -110,20 +114,20 @@ class Tail:
             self._given = None
             return None
         same = self._is_known(hidden_states, kwargs)
-        if same and self._replay is not None and self._priors_are_ours():
+        if same and self._replay is not None and self._steps.holds():
             self._fill({"hidden_states": hidden_states, **kwargs})
             self._replay()
             self._replayed += 1
             self.notes.replayed += 1
-            self._advance()
+            self._steps.advance()
             assert self._output is not None
             return self._output.clone()  # the next token's is written over it
         fresh = self._replay is None
         self._drop()
-        self._known = self._known + 1 if same and fresh and self._shapes == self._prior_shapes() else 0
+        self._known = self._known + 1 if same and fresh and self._shapes == self._steps.prior_shapes() else 0
         if self._known >= self._wait and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
             grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
-            for layer in self._held:
+            for layer in self.cache.layers[self.first :]:
                 layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
             if self._is_known(hidden_states, kwargs):
                 return self._capture(hidden_states, kwargs)
@@ -151,54 +155,32 @@ class Tail:
         plain = step.count == 1 and step.first_decode == 0 and step.dense_reason is None and not step.changed
         if not plain or not cache.tokens.all_longer(step.begin, self.plan.fits) or torch.compiler.is_compiling():
             return False
-        return all(
-            layer.length == step.begin < layer.capacity
-            and layer.keys.device == hidden_states.device
-            and layer.summaries
-            and layer.memory.prior is not None
-            and not layer.memory.uncalibrated
-            for layer in self._held
-        )
-
-    def _tensors(self) -> Iterator[torch.Tensor | None]:
-        """Buffers that a graph reads and writes where they are."""
-        tokens, statistics = self.cache.tokens, self.handle.recorder.statistics_of(self.cache)
-        yield from (tokens.valid, tokens.start, tokens.end)
-        for index, layer in enumerate(self._held, self.first):
-            yield from (layer.keys, layer.values, layer.memory.ema, statistics.held(index), *layer.summaries)
+        return self._steps.can_run(step.begin, hidden_states.device)
 
     def _describe(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in _CACHES})
         given = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves]
         return hidden_states.shape, hidden_states.dtype, hidden_states.device, sorted(kwargs), given
 
-    def _prior_shapes(self) -> Any:
-        priors = [tuple(layer.memory.prior) for layer in self._held]
-        return [leaf.shape for leaf in tree_leaves(priors) if leaf is not None]
-
     def _know(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        self._given, self._shapes = self._describe(hidden_states, kwargs), self._prior_shapes()
-        self._buffers = [_reference(tensor) for tensor in self._tensors()]
+        self._given, self._shapes = self._describe(hidden_states, kwargs), self._steps.prior_shapes()
+        self._buffers = [_reference(tensor) for tensor in self._steps.tensors()]
 
     def _is_known(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether a graph of the last token does for this one what running it would."""
         if self._given != self._describe(hidden_states, kwargs):
             return False
-        return all(held() is each for held, each in zip_longest(self._buffers, self._tensors(), fillvalue=_nothing))
-
-    def _priors_are_ours(self) -> bool:
-        return all(layer.memory.prior is prior for layer, prior in zip(self._held, self._priors, strict=True))
+        tensors = self._steps.tensors()
+        return all(held() is each for held, each in zip_longest(self._buffers, tensors, fillvalue=_nothing))
 
     def _capture(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Run this token as a graph would, and capture it for the next."""
         given = {"hidden_states": hidden_states, **kwargs}
         self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
-        for layer in self._held:
-            layer.memory.prior = layer.memory.prior.map(torch.clone)
-        self._priors = [layer.memory.prior for layer in self._held]
+        self._steps.hold()
         output = self._run()
         self._output = output.clone()
-        self._advance()
+        self._steps.advance()
         try:
             self._replay, self.notes.bytes = captured(self._run, self._output)
         except RuntimeError as error:  # what was captured so far never ran
@@ -214,35 +196,19 @@ class Tail:
                 held.copy_(value)
 
     def _run(self) -> torch.Tensor:
-        """All layers on the inputs that are held; what they remember goes where it was. `_advance` tells the host."""
-        statistics = self.handle.recorder.statistics_of(self.cache)
-        calls = list(statistics.selector_calls)
-        self.cache.tokens.shared.clear()
-        self.cache.on_device = True
-        try:
-            given = dict(self._inputs)
-            hidden_states = given.pop("hidden_states")
-            for run in self.layers:
-                hidden_states = run(hidden_states, attention_mask=None, **given)
-            made = [layer.memory.prior for layer in self._held]
-            pairs = zip(
-                *(tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made)), strict=True
-            )
-            held, new = zip(*((old, now) for old, now in pairs if old is not None), strict=True)
-            torch._foreach_copy_(held, new)  # a launch for each dtype: 60 of them took 70 us a token
-        finally:
-            statistics.selector_calls = calls
-            self.cache.on_device = False
-            self.cache.tokens.shared.clear()
-            for layer, prior in zip(self._held, self._priors, strict=True):
-                layer.memory.prior = prior
-        return hidden_states
+        return self._steps.run(self._forward)
 
-    def _advance(self) -> None:
-        statistics = self.handle.recorder.statistics_of(self.cache)
-        for index, layer in enumerate(self._held, self.first):
-            layer.advance()
-            statistics.selector_calls[index] += 1
+    def _forward(self) -> torch.Tensor:
+        """All layers on the inputs that are held."""
+        given = dict(self._inputs)
+        hidden_states = given.pop("hidden_states")
+        for run in self.layers:
+            output = run(hidden_states, attention_mask=None, **given)
+            if self._hands_on:
+                hidden_states, given["prev_topk_indices"] = output
+            else:
+                hidden_states = output
+        return hidden_states
 
     def end(self) -> None:
         """generate() is over: the graph and its memory are given back."""
@@ -279,19 +245,16 @@ def _decoders(handle: "PatchHandle") -> list[Any]:
 def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | None:
     """Why the decode steps of this model can't be captured. What changes in its layers while generate() runs isn't
     seen."""
-    config = handle.model.config.get_text_config(decoder=True)
     modules = [module for decoder in decoders if decoder is not None for module in decoder.modules()]
     modules += [handle.model, handle.model.base_model]
     parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
     reasons = (
         (not handle.config.cuda_graph, "cuda_graph=False"),
         (handle.config.trace, "trace=True keeps tensors of every token"),
-        (handle.indexer is not None, "the model has an indexer"),
         (handle.config.hint == "rope", "hint='rope' is worked out on the host"),
         (handle.config.semantics == "superset", "semantics='superset' depends on what is remembered"),
-        (any(getattr(config, name, None) for name in _EXPERTS), "experts are chosen on the host"),
         (
-            len(decoders) < 2 or handle.plans[first].status != "sparse",
+            len(decoders) < 2 or handle.plans[first].status == "dense",
             "fewer than two layers that select stand behind the others",
         ),
         (None in decoders, "an attention module isn't the self_attn of a layer"),
@@ -300,7 +263,7 @@ def why_not(handle: "PatchHandle", decoders: list[Any], first: int) -> str | Non
         (len({parameter.device for parameter in parameters}) > 1, "weights are on several devices"),
         (handle.graphs.failed is not None, handle.graphs.failed),
     )
-    told = next((reason for holds, reason in reasons if holds), None)
+    told = next((reason for holds, reason in reasons if holds), None) or why_not_experts(decoders)
     return told or next((reason for module in modules if (reason := why_not_module(module)) is not None), None)
 
 
@@ -314,8 +277,9 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
     if handle.model.device.type not in DEVICES or handle.sparse_plan is None:
         yield
         return
-    first = next(at for at in range(len(plans)) if len(set(plans[at:])) == 1)
-    first = max(first, handle.leader + 1)
+    first = handle.leader + 1
+    if handle.indexer is None:  # else they all select, or share what another selects
+        first = max(first, next(at for at in range(len(plans)) if len(set(plans[at:])) == 1))
     decoders = _decoders(handle)
     tail, installed = None, []
     with _INSTALLING:
@@ -334,7 +298,7 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
                 tail = Tail(handle, cache, [layers[at] for at in range(first, len(plans))], first)
             for at, decoder in known.items():
                 run = layers[at] if tail is None or at < first else partial(tail.forward, at - first)
-                if "forward" not in decoder.__dict__:
+                if "forward" not in decoder.__dict__ and run != decoder.forward:
                     decoder.__dict__["forward"] = _Forward(decoder, run)
                     installed.append(decoder)
         _RUNNING.append(get_ident())

@@ -1,12 +1,14 @@
 """IndexedLayer: a layer of a model with an indexer of its own. Latents take the place of keys, and their RoPE part that
 of values; the indexer's keys lie beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from .layer import SparseLayer, writes
+from .predictor import Prior
+from .tokens import Grid
 
 
 class Indexer(NamedTuple):
@@ -77,6 +79,35 @@ class IndexedLayer(SparseLayer):
         self.index_keys[:, begin:end] = indexer_key_states.detach()
         self.indexed = end
         return self.index_keys if self.max_length is not None else self.index_keys[:, :end]
+
+    def summarise(self, kernels: Any, grid: Grid, column: int | None = None) -> None:
+        """Nothing: a token is a block, and its index key came with it."""
+
+    def can_append_on_device(self, column: int, device: torch.device) -> bool:
+        keys = self.index_keys
+        indexed = keys is None or (self.indexed == column and keys.shape[1] == self.capacity)
+        return self.length == column < self.capacity and self.keys.device == device and indexed
+
+    def buffers(self) -> Iterator[torch.Tensor | None]:
+        yield from (self.keys, self.values, self.memory.ema, self.index_keys)
+
+    def steady(self, prior: Prior) -> Prior:
+        """All columns of the buffer are scored, those without a token as NaN."""
+        return prior.widened(self.capacity, min(self.plan.predicted_blocks, self.capacity))
+
+    def append_on_device(
+        self, kernels: Any, key: torch.Tensor, value: torch.Tensor, grid: Grid, index_key: torch.Tensor | None = None
+    ) -> None:
+        """As that of a SparseLayer, with the token's index key [B, 1, E], None in a layer that shares a selection."""
+        kernels.append_states(self.keys, self.values, key, value, grid.end)
+        if index_key is not None and self.index_keys is not None:
+            held, new = self.index_keys[:, None], index_key[:, None]
+            kernels.append_states(held, held[..., :0], new, new[..., :0], grid.end)
+
+    def advance(self) -> None:
+        super().advance()
+        if self.index_keys is not None:
+            self.indexed = self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

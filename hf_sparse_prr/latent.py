@@ -1,7 +1,6 @@
 """How tokens of a model with an indexer of its own attend: over latents, to the tokens that its rule selects."""
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,8 @@ def token_of(tokens: Tokens, column: int, step: int, topk: int, device: torch.de
     key = (column, "latent", topk, device)
     if key not in tokens.shared:
         valid, start, newest_end = tokens.on(device)
-        end = newest_end - (tokens.length - 1 - column)
+        later = tokens.length - 1 - column
+        end = newest_end - later if later else newest_end
         nothing = torch.empty((valid.shape[0], 1, 0), dtype=torch.int32, device=device)
         tokens.shared[key] = Token(
             column=column, step=step, valid=valid, start=start, end=end, length=end - start,
@@ -44,20 +44,22 @@ def select_tokens(
     valid: torch.Tensor,
     begin: int,
     topk: int,
-    kernels: ModuleType,
+    kernels: Any,
     mask: torch.Tensor | None = None,
     hint: torch.Tensor | None = None,
     threshold: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The columns that the query tokens in `begin` .. attend to, int32 [B, Q, K], ascending, -1 padded, and their
     scores, fp32 [B, Q, T]. Of tied scores the first columns win.
 
     mask: bool or additive [B or 1, Q, T], where it isn't causal x validity: it is heeded, and added, as by the stock
-    indexer.
+    indexer.  end: integer [B, Q], the column after each query token's own, where only the device knows it: `begin`
+    isn't looked at then, and all columns of the buffer are scored, those from there on as NaN.
     """
     batch, count = index.query.shape[:2]
-    columns = begin + count
-    own = torch.arange(begin + 1, columns + 1, device=valid.device)[None]
+    columns = begin + count if end is None else layer.capacity
+    own = torch.arange(begin + 1, columns + 1, device=valid.device)[None] if end is None else end
     hints = None if hint is None else hint.flatten(0, 1)
     if mask is not None:  # it says all that there is to say
         own, valid = torch.full_like(own, columns), torch.ones_like(valid)
@@ -80,18 +82,30 @@ def select_tokens(
 
 
 class LatentAttention:
-    """How one decode token attends: `decode.decode_step` drives it. query: [B, 1, H, C + A], absorbed."""
+    """How one decode token attends: `decode.decode_step` drives it. query: [B, 1, H, C + A], absorbed.
+
+    on_device: the token's column is known to the device alone, and every row selects.
+    """
 
     heads = 1
 
     def __init__(
-        self, layer: IndexedLayer, index: Index, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
+        self,
+        layer: IndexedLayer,
+        index: Index,
+        query: torch.Tensor,
+        token: Token,
+        kernels: Any,
+        scale: float,
+        on_device: bool = False,
     ) -> None:
         self.layer, self.index, self.query = layer, index, query
         self.token, self.kernels, self.scale = token, kernels, scale
         self.attended: torch.Tensor | None = None  # int32 [B, 1, K], also of rows that select nothing
-        self.end = token.length.masked_fill(~token.selects, 0)  # tokens that are scored, as the counters take them
+        # Tokens that are scored, as the counters take them
+        self.end = token.length if on_device else token.length.masked_fill(~token.selects, 0)
         self._data = (layer.keys[:, 0], layer.values[:, 0])
+        self._own = token.end[:, None] if on_device else None
 
     def calibrate(self) -> None:
         """Nothing: 81 candidates over tokens took 2.2 s a layer at 16K (one CPU thread), a step 10 ms."""
@@ -103,13 +117,20 @@ class LatentAttention:
     def select(self, predicted: torch.Tensor | None, previous: torch.Tensor | None) -> Selection:
         """A row that fits attends to all its tokens, and counts as one that selects nothing."""
         token, topk = self.token, self.layer.plan.blocks
-        hint = predicted if previous is None else previous + (previous >= 0).int()  # as far back as they were
         prior = self.layer.memory.prior
         threshold = None if prior is None else prior.threshold
+        hint = predicted
+        if threshold is not None:  # it goes before a hint
+            hint = None
+        elif previous is not None:
+            hint = previous + (previous >= 0).int()  # as far back as they were
         attended, scores = select_tokens(
-            self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint, threshold=threshold
-        )
+            self.layer, self.index, token.valid, token.column, topk, self.kernels, hint=hint, threshold=threshold,
+            end=self._own,
+        )  # fmt: skip
         self.attended = attended
+        if self._own is not None:
+            return Selection(attended, attended, scores)
         selects = token.selects[:, None, None]
         chosen = torch.where(selects, attended, -1)
         return Selection(chosen, chosen, scores.masked_fill(~selects, float("nan")))

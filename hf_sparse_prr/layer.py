@@ -1,7 +1,7 @@
 """SparseLayer: K/V of one layer in preallocated buffers [B, H, capacity, D] that grow geometrically, and what selection
 and prediction need beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .config import LayerPlan
 from .mixed import check_states
-from .predictor import Memory
+from .predictor import Memory, Prior
 from .selectors import SELECTORS, Columns, Summaries
 from .tokens import Grid
 
@@ -137,6 +137,18 @@ class SparseLayer(CacheLayerMixin):
             columns = Columns(self.keys, *grid, self.length - self.summarised)
             selector.summarise(kernels, self.summaries, columns, self.plan)
             self.summarised = self.length
+
+    def can_append_on_device(self, column: int, device: torch.device) -> bool:
+        """Whether `append_on_device` has room for the token in `column`, and all that it writes to is there."""
+        return self.length == column < self.capacity and self.keys.device == device and bool(self.summaries)
+
+    def buffers(self) -> Iterator[torch.Tensor | None]:
+        """What a token on the device reads and writes where it is, but for the prior."""
+        yield from (self.keys, self.values, self.memory.ema, *self.summaries)
+
+    def steady(self, prior: Prior) -> Prior:
+        """A prior as a token on the device leaves it."""
+        return prior
 
     def append_on_device(self, kernels: Any, key: torch.Tensor, value: torch.Tensor, grid: Grid) -> None:
         """Append one token [B, H, 1, D] to a buffer that has room, in the column before `grid.end`:

@@ -13,7 +13,7 @@ def traceable(kernels: ModuleType) -> Any:
     some 10 us longer), and in a trace its registered ops."""
     if not torch.compiler.is_compiling():
         return kernels
-    from . import traced_ops  # here: registering them must not cost an import anything
+    from . import traced_latent, traced_ops  # noqa: F401 - here: registering them must not cost an import anything
 
     return traced_ops.Ops(traced_ops.key_of(kernels), kernels)
 

@@ -46,6 +46,14 @@ class Prior(NamedTuple):
             torch.nn.functional.pad(self.trend, grown),
         )
 
+    def widened(self, blocks: int, slots: int) -> "Prior":
+        """As a token leaves it that scores so many blocks, and expects at most so many of them."""
+        if self.level is None or self.expected is None:
+            return self
+        level, trend = self.ema_state(blocks)
+        wide = [torch.nn.functional.pad(ids, (0, slots - ids.shape[2]), value=-1) for ids in self.expected]
+        return self._replace(level=level, trend=trend, expected=Expected(*wide))
+
 
 class Memory:
     """The prior of one layer, the coefficients of its EMA, the prompt queries that calibrate them, and the priors that

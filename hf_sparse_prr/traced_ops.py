@@ -1,8 +1,9 @@
 """Kernels as torch.compile sees them: `torch.library.custom_op` registrations with fakes.
 
-Imported at the first trace and not before: ops.py asks for it. An op's first argument is the key of a kernel module in
-a table, and the others are the kernel's own, tuples of tensors taken apart. Outputs are contiguous, as the fakes say,
-and no output is an input. The op runs the kernel and nothing else, so a step can be captured in a CUDA graph.
+Imported at the first trace and not before, with traced_latent.py: ops.py asks for them. An op's first argument is the
+key of a kernel module in a table, and the others are the kernel's own, tuples of tensors taken apart. Outputs are
+contiguous, as the fakes say, and no output is an input. The op runs the kernel and nothing else, so a step can be
+captured in a CUDA graph.
 
 Shape letters are those of the kernel repo.
 """
@@ -19,7 +20,7 @@ from . import kernel_loader
 from .bundled.reference import EmaStep, Partials, TopKStats
 from .bundled.reference.topk import check_topk_arguments
 
-_KERNELS: dict[str, ModuleType] = {}
+KERNELS: dict[str, ModuleType] = {}
 _OPS = torch.ops.hf_sparse_prr
 
 
@@ -27,14 +28,14 @@ _OPS = torch.ops.hf_sparse_prr
 def key_of(module: ModuleType) -> str:
     """The module's key in the table: its name, numbered where another module has it. The same in every process that
     traces the same modules in the same order, so that compiled code can be cached. It stays for the process's life."""
-    for key, held in _KERNELS.items():
+    for key, held in KERNELS.items():
         if held is module:
             return key
     key, number = module.__name__, 1
-    while key in _KERNELS:
+    while key in KERNELS:
         number += 1
         key = f"{module.__name__}#{number}"
-    _KERNELS[key] = module
+    KERNELS[key] = module
     return key
 
 
@@ -65,7 +66,10 @@ class Ops:
 
     append_states = _op("append_states")
     compress_keys = _op("compress_keys")
+    index_scores = _op("index_scores")
+    index_topk = _op("index_topk")
     infllm_scores = _op("infllm_scores")
+    latent_attention = _op("latent_attention")
     quest_scores = _op("quest_scores")
     select_blocks = _op("select_blocks")
     tally = _op("tally")
@@ -113,7 +117,7 @@ class Ops:
 def append_states(
     kernels: str, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, end: Tensor
 ) -> None:
-    _KERNELS[kernels].append_states(keys, values, new_keys, new_values, end)
+    KERNELS[kernels].append_states(keys, values, new_keys, new_values, end)
 
 
 @custom_op("hf_sparse_prr::update_summaries", mutates_args=("lower", "upper"))
@@ -128,7 +132,7 @@ def update_summaries(
     count: int,
     block_size: int,
 ) -> None:
-    _KERNELS[kernels].update_summaries(keys, valid, start, lower, upper, end, count, block_size)
+    KERNELS[kernels].update_summaries(keys, valid, start, lower, upper, end, count, block_size)
 
 
 @custom_op("hf_sparse_prr::compress_keys", mutates_args=("means", "filled"))
@@ -144,7 +148,7 @@ def compress_keys(
     window: int,
     stride: int,
 ) -> None:
-    _KERNELS[kernels].compress_keys(keys, valid, start, means, filled, end, count, window=window, stride=stride)
+    KERNELS[kernels].compress_keys(keys, valid, start, means, filled, end, count, window=window, stride=stride)
 
 
 @custom_op("hf_sparse_prr::tally", mutates_args=("numbers",))
@@ -158,7 +162,7 @@ def tally(
     first: int,
     last: Tensor,
 ) -> None:
-    _KERNELS[kernels].tally(numbers, selected, free, predicted, importance, first, last)
+    KERNELS[kernels].tally(numbers, selected, free, predicted, importance, first, last)
 
 
 def _scores(like: Tensor, blocks: int) -> Tensor:
@@ -173,7 +177,7 @@ def _ids(like: Tensor, *shape: int) -> Tensor:
 def quest_scores(
     kernels: str, query: Tensor, lower: Tensor, upper: Tensor, first: int, last: Tensor, group: str = "sum"
 ) -> Tensor:
-    return _KERNELS[kernels].quest_scores(query, lower, upper, first, last, group=group).contiguous()
+    return KERNELS[kernels].quest_scores(query, lower, upper, first, last, group=group).contiguous()
 
 
 quest_scores.register_fake(lambda kernels, query, lower, *_: _scores(query, lower.shape[2]))
@@ -191,7 +195,7 @@ def infllm_scores(
     scale: float,
     stride: int,
 ) -> Tensor:
-    scores = _KERNELS[kernels].infllm_scores(query, means, filled, first, last, length, scale=scale, stride=stride)
+    scores = KERNELS[kernels].infllm_scores(query, means, filled, first, last, length, scale=scale, stride=stride)
     return scores.contiguous()
 
 
@@ -207,7 +211,7 @@ def gvr_topk(
     lengths: Tensor | None = None,
     threshold: Tensor | None = None,
 ) -> Tensor:
-    return _KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths, threshold=threshold).contiguous()
+    return KERNELS[kernels].gvr_topk(scores, k, hint=hint, lengths=lengths, threshold=threshold).contiguous()
 
 
 @gvr_topk.register_fake
@@ -233,7 +237,7 @@ def gvr_topk_stats(
     threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     guesses = dict(hint=hint, lengths=lengths, threshold=threshold)
-    indices, stats = _KERNELS[kernels].gvr_topk(scores, k, **guesses, return_stats=True)
+    indices, stats = KERNELS[kernels].gvr_topk(scores, k, **guesses, return_stats=True)
     passes, candidates, fallback = stats
     return indices.contiguous(), passes, candidates, fallback
 
@@ -249,7 +253,7 @@ def _(
 
 @custom_op("hf_sparse_prr::topk_threshold", mutates_args=())
 def topk_threshold(kernels: str, scores: Tensor, k: int, lengths: Tensor | None = None) -> Tensor:
-    return _KERNELS[kernels].topk_threshold(scores, k, lengths=lengths)
+    return KERNELS[kernels].topk_threshold(scores, k, lengths=lengths)
 
 
 @topk_threshold.register_fake
@@ -262,7 +266,7 @@ def _(kernels: str, scores: Tensor, k: int, lengths: Tensor | None = None) -> Te
 def select_blocks(
     kernels: str, scores: Tensor, forced: Tensor, k: int, hint: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    selected, free = _KERNELS[kernels].select_blocks(scores, forced, k, hint=hint)
+    selected, free = KERNELS[kernels].select_blocks(scores, forced, k, hint=hint)
     return selected.contiguous(), free.contiguous()
 
 
@@ -284,7 +288,7 @@ def block_partials(
     scale: float,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    compute = _KERNELS[kernels].block_partials
+    compute = KERNELS[kernels].block_partials
     output, peak, total = compute(query, keys, values, valid, start, blocks, end, scale=scale, block_size=block_size)
     return output.contiguous(), peak.contiguous(), total.contiguous()
 
@@ -301,7 +305,7 @@ def _(
 
 @custom_op("hf_sparse_prr::merge_partials", mutates_args=())
 def merge_partials(kernels: str, output: Tensor, peak: Tensor, total: Tensor) -> Tensor:
-    return _KERNELS[kernels].merge_partials(Partials(output, peak, total)).contiguous()
+    return KERNELS[kernels].merge_partials(Partials(output, peak, total)).contiguous()
 
 
 @merge_partials.register_fake
@@ -328,7 +332,7 @@ def repair_merge(
     block_size: int,
 ) -> Tensor:
     partials = None if output is None or peak is None or total is None else Partials(output, peak, total)
-    merged = _KERNELS[kernels].repair_merge(
+    merged = KERNELS[kernels].repair_merge(
         query, keys, values, valid, start, selected, end, predicted, partials, scale=scale, block_size=block_size
     )
     return merged.contiguous()
@@ -341,7 +345,7 @@ repair_merge.register_fake(lambda kernels, query, *_: query.new_empty(query.shap
 def ema_step(
     kernels: str, scores: Tensor, level: Tensor, trend: Tensor, ema: Tensor, first: int, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    level, trend, expected, importance = _KERNELS[kernels].ema_step(scores, level, trend, ema, first, last)
+    level, trend, expected, importance = KERNELS[kernels].ema_step(scores, level, trend, ema, first, last)
     if importance is scores:  # without blocks, `normalise` gives back what it got
         importance = scores.clone()
     return level.contiguous(), trend.contiguous(), expected.contiguous(), importance.contiguous()

@@ -13,6 +13,7 @@ from hf_sparse_prr.decode import decode_step, record_fitting
 from hf_sparse_prr.dense import on_gpu, without_cudnn
 from hf_sparse_prr.indexed import IndexedLayer
 from hf_sparse_prr.latent import Index, LatentAttention, parts, select_tokens, token_of
+from hf_sparse_prr.ops import traceable
 from hf_sparse_prr.patches._absorb import Absorbed, absorbed
 from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.tokens import Step
@@ -117,6 +118,20 @@ class SparseMLA(_Attention):
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
         return Index(query, weights * indexer.n_heads**-0.5, indexer.softmax_scale), key[:, :, 0]
 
+    def absorb(self, latents: torch.Tensor) -> Absorbed:
+        """What moves queries to latents, and attended latents to values."""
+        return absorbed(self.kv_b_proj, latents, self.qk_nope_head_dim, self.v_head_dim)
+
+    def put_out(self, values: torch.Tensor) -> torch.Tensor:
+        """The layer's output [B, Q, hidden] of each head's values [B, Q, H, v]."""
+        return self.o_proj(values.flatten(2))
+
+    @property
+    def hands_selection_on(self) -> bool:
+        """Whether the next layer shares this one's selection."""
+        shared = self.binding.handle.indexer.shared if self.binding.handle.indexer is not None else ()
+        return self.hands_on and any(shared[self.layer_idx + 1 : self.layer_idx + 2])
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -136,6 +151,9 @@ class SparseMLA(_Attention):
             return super().forward(
                 hidden_states, position_embeddings, attention_mask, cache, position_ids, *before, **kwargs
             )
+        if cache.on_device:
+            output, selected = self._attend_on_device(hidden_states, position_embeddings, cache, prev_topk_indices)
+            return (output, None, selected) if self.hands_on else (output, None)
         wants_weights = self.check_cache(cache, kwargs)
         config, grad = self.binding.handle.config, torch.is_grad_enabled()
         layer = cache.layers[self.layer_idx]
@@ -160,8 +178,38 @@ class SparseMLA(_Attention):
                 layer.update_indexer(new.index_key)
             run = _Run(self, cache, step, new, attention_mask, prev_topk_indices, kwargs)
             output, weights = run.attend(wants_weights)
-            output = self.o_proj(output.flatten(2))
+            output = self.put_out(output)
             return (output, weights, run.selected) if self.hands_on else (output, weights)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _attend_on_device(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: SparseCache,
+        given: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `SparseGQA._attend_on_device`: the output, and the selection where the next layer shares it."""
+        plan, handle = self.binding.plan, self.binding.handle
+        layer: IndexedLayer = cache.layers[self.layer_idx]
+        kernels, tokens = traceable(handle.kernels.module), cache.tokens
+        new = self.project(hidden_states, position_embeddings)
+        grid = tokens.on(new.latent.device)
+        layer.append_on_device(kernels, new.latent, new.key, grid, new.index_key)
+        moved = self.absorb(new.latent)
+        query = moved.queries(new.nope, new.rope)
+        attended = given
+        if new.asked is None:
+            assert given is not None  # the first layer that shares has been given it
+            data = (query, layer.keys[:, 0], layer.values[:, 0], given, given[:, :, :0], None)
+            output = kernels.latent_attention(*data, scale=self.scaling)
+        else:
+            token = token_of(tokens, tokens.length - 1, 0, plan.blocks, new.latent.device)
+            attention = LatentAttention(layer, new.asked, query, token, kernels, self.scaling, on_device=True)
+            output, _ = decode_step(attention, self.layer_idx, handle.recorder.statistics_of(cache), False)
+            attended = attention.attended
+        return self.put_out(moved.values(output)), attended if self.hands_selection_on else None
 
 
 class _Run:
@@ -179,21 +227,19 @@ class _Run:
     ) -> None:
         self.module, self.cache, self.step, self.new, self.kwargs = module, cache, step, new, kwargs
         self.plan, self.handle = module.binding.plan, module.binding.handle
-        self.kernels = self.handle.kernels.module
+        self.kernels = traceable(self.handle.kernels.module)
         self.layer: IndexedLayer = cache.layers[module.layer_idx]
         self.valid = cache.tokens.on(new.latent.device).valid
         self.given = given.to(new.latent.device) if self.plan.status == "shared" and given is not None else None
         self.mask = None if step.dense_reason is None else mask  # one that isn't causal x validity
         self._expanded: tuple[torch.Tensor, torch.Tensor] | None = None
-        shared = self.handle.indexer.shared if self.handle.indexer is not None else ()
-        self._keeps = module.hands_on and any(shared[module.layer_idx + 1 : module.layer_idx + 2])
+        self._keeps = module.hands_selection_on
         self._chosen: list[torch.Tensor] = []
 
     @cached_property
     def absorbed(self) -> Absorbed:
         """Not before it is needed: a module that isn't plain is called for it, and a prompt may do without."""
-        module = self.module
-        return absorbed(module.kv_b_proj, self.new.latent, module.qk_nope_head_dim, module.v_head_dim)
+        return self.module.absorb(self.new.latent)
 
     @property
     def selected(self) -> torch.Tensor | None:
@@ -299,8 +345,7 @@ class _Run:
 
     def _absorbed_query(self, begin: int, end: int) -> torch.Tensor:
         """[B, Q, H, C + A]"""
-        nope, rope = self.new.nope[:, :, begin:end], self.new.rope[:, :, begin:end]
-        return torch.cat([self.absorbed.queries(nope), rope.transpose(1, 2)], dim=-1)
+        return self.absorbed.queries(self.new.nope[:, :, begin:end], self.new.rope[:, :, begin:end])
 
     def _sparse(self, begin: int, end: int, chosen: torch.Tensor) -> torch.Tensor:
         latents, ropes = self.layer.keys[:, 0], self.layer.values[:, 0]

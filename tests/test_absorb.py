@@ -125,7 +125,7 @@ def test_what_is_absorbed_is_the_projection():
     keys, values = linear(latents[:, 0]).unflatten(2, (2, 5)).transpose(1, 2).split([2, 3], dim=3)
     query, weights = torch.randn(4, 2, 1, 2).double(), torch.softmax(torch.randn(4, 2, 1, 7).double(), dim=3)
     found = absorbed(linear, latents, 2, 3)
-    logits = found.queries(query).transpose(1, 2) @ latents.mT
+    logits = found.queries(query, query[..., :0]).transpose(1, 2) @ latents.mT
     constant = logits - query @ keys.mT
     torch.testing.assert_close(constant, constant[..., :1].expand_as(constant))
     mixed = found.values((weights @ latents).transpose(1, 2))

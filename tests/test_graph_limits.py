@@ -6,12 +6,13 @@ import threading
 
 import pytest
 import torch
-from graphs import GRAPHED, ON_GPU, TOKENS, without_cuda
+from graphs import GRAPHED, ON_GPU, TOKENS, twice, without_cuda
 from models import SPARSE, greedy, prompt, tiny, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_sparse_prr import SparseCache, graph, patch_model
+from hf_sparse_prr.experts import why_not_experts
 from hf_sparse_prr.report import GraphReport
 
 pytestmark = pytest.mark.compat
@@ -141,11 +142,46 @@ def test_why_there_are_no_graphs(change, settings, kwargs, reason):
         assert f"CUDA graphs of decode steps: off, because {reason}" in str(handle.report())
 
 
-def test_models_with_experts_have_none():
-    model = tiny("qwen3_moe")
-    with patch_model(model, **SPARSE) as handle:
-        greedy(model, prompt())
-        assert handle.graphs.reason == "experts are chosen on the host"
+EXPERTS = ["qwen2_moe", "qwen3_moe", "glm4_moe"]
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_are_ops_are_captured(family, experts):
+    model = tiny(family)
+    model.set_experts_implementation(experts)
+    handle, _ = twice(model, prompt(), dict(SPARSE, speculate=True))
+    assert handle.graphs.replayed == GRAPHED
+
+
+class Quantised(torch.nn.Module):
+    """Experts whose weights aren't floating-point ones."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.config, self._apply_gate = experts.config, experts._apply_gate
+        self.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_are_not_known_to_be_ops_have_none(family):
+    model = tiny(family)
+    experts = model.model.layers[2].mlp.experts
+    for change, reason in (
+        (None, "experts_implementation='eager': batched_mm and grouped_mm can be captured"),
+        (Quantised(experts), "the weights of Quantised are quantised"),
+        (torch.nn.Identity(), "Identity are experts of a class that isn't known"),
+    ):
+        if change is None:
+            model.set_experts_implementation("eager")
+        else:
+            model.set_experts_implementation("batched_mm")
+            model.model.layers[2].mlp.experts = change
+        with patch_model(model, **SPARSE) as handle:
+            if change is None:
+                greedy(model, prompt())
+                assert handle.graphs.reason == reason and not handle.graphs.captured
+            assert why_not_experts(model.model.layers) == reason
 
 
 def test_steps_outside_of_generate_run_as_ever():

@@ -17,7 +17,7 @@ from hf_sparse_prr.bench_token import SETTINGS, bench_token
 from hf_sparse_prr.bench_topk import CACHES, FULL, OVERLAPS, bench_topk, default_grid
 from hf_sparse_prr.bench_topk import check_arguments as check_topk
 from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES, written
-from hf_sparse_prr.commands import layer_tables, segment_tables, token_tables, topk_tables
+from hf_sparse_prr.commands import indexed_tables, layer_tables, segment_tables, token_tables, topk_tables
 from hf_sparse_prr.commands.arguments import (
     check_device,
     command_of,
@@ -49,13 +49,22 @@ def layer(
     shape: Annotated[
         str, typer.Option(help=f"{_SHAPES} With an indexer of its own: {', '.join(INDEXED_SHAPES)}.")
     ] = "smollm2",
-    context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens in the cache: 7168, 16K, 1M.")] = "7168",
+    context: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--context",
+            "--tokens",
+            help=f"Tokens in the cache: 7168, 16K, 1M; with an indexer {_LIST}.",
+            show_default="7168",
+        ),
+    ] = None,
     prefill: Annotated[
-        str | None, typer.Option(help="With an indexer: time a prompt of so many tokens, too.", show_default="none")
+        list[str] | None,
+        typer.Option(help=f"With an indexer: time prompts of so many tokens, too; {_LIST}.", show_default="none"),
     ] = None,
     stock_prefill: Annotated[
-        bool, typer.Option(help="Run the prompt on the stock class as well: it may not fit.")
-    ] = True,
+        str, typer.Option(help="The longest prompt that the stock class gets as well: 16K took 133 GiB.")
+    ] = "8K",
     selector: Annotated[str, typer.Option(help="quest or infllm_v2; auto is quest.")] = "auto",
     budget: Annotated[
         int | None, typer.Option(help="Tokens attended per KV head and step.", show_default="1024")
@@ -71,15 +80,19 @@ def layer(
 ) -> None:
     """One attention layer's decode step: stock on a DynamicCache, serial sparse, PRR. Default: SmolLM2-135M's layer.
 
-    With an indexer: a step includes the projections, and must give stock's output; budget, selector and heads are the
-    model's. The last line of stdout is the whole result as JSON.
+    With an indexer: a step includes the projections, and must give stock's output; on a GPU it is also timed in a CUDA
+    graph, which must give the bits of eager steps; budget, selector and heads are the model's. The last line of stdout
+    is the whole result as JSON.
 
-    Exit codes: 0 done, 1 an output differs from stock's (a bug), 2 wrong argument, 130 stopped.
+    Exit codes: 0 done, 1 an output isn't what it has to be (a bug), 2 wrong argument, 130 stopped.
     """
     notes = Console(stderr=True)
     with one_line_errors(notes), one_line_refusals():
         check_device(device)
-        number, tokens = dtype_of(dtype, device), tokens_of(context)
+        number, contexts = (
+            dtype_of(dtype, device),
+            [tokens_of(each) for each in words_of("--context", context)] or [7168],
+        )
         if shape not in SHAPES and shape not in INDEXED_SHAPES:
             known = ", ".join([*SHAPES, *INDEXED_SHAPES])
             raise CommandError(f"--shape: expected one of {known}, got {shape!r}", EXIT_USAGE)
@@ -87,25 +100,28 @@ def layer(
         if indexed and (selector != "auto" or any(each is not None for each in (budget, heads, kv_heads, head_dim))):
             message = "expected no --selector, --budget, --heads, --kv-heads or --head-dim"
             raise CommandError(f"{message} with {shape}: they are the model's", EXIT_USAGE)
-        if prefill is not None and not indexed:
+        if prefill and not indexed:
             raise CommandError(f"--prefill: expected a shape with an indexer, got {shape!r}", EXIT_USAGE)
-        length = 0 if prefill is None else tokens_of(prefill, "--prefill")
+        if len(contexts) > 1 and not indexed:
+            raise CommandError(f"--context: expected one with {shape}, got {len(contexts)}", EXIT_USAGE)
+        prompts = [tokens_of(each, "--prefill") for each in words_of("--prefill", prefill)]
+        longest = tokens_of(stock_prefill, "--stock-prefill")
         if indexed:
             with Bar(notes) as bar:
-                found = bench_indexed(shape, tokens, number, device, rounds, 12, length, stock_prefill, bar, kernels)
+                found = bench_indexed(shape, contexts, number, device, rounds, 12, prompts, longest, bar, kernels)
         else:
             budget = 1024 if budget is None else budget
             found = bench_layer(
-                tokens, budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
+                contexts[0], budget, "auto", heads, kv_heads, head_dim, number, device, rounds,
                 shape=shape, selector=selector, kernels=kernels,
             )  # fmt: skip
-    options: list[tuple[str, Any]] = [("shape", shape), ("context", tokens), ("prefill", length or None)]
-    options += [("no-stock-prefill", None if stock_prefill else True), ("selector", selector), ("budget", budget)]
+    options: list[tuple[str, Any]] = [("shape", shape), ("context", contexts), ("prefill", prompts or None)]
+    options += [("stock-prefill", longest if prompts else None), ("selector", selector), ("budget", budget)]
     options += [("heads", heads), ("kv-heads", kv_heads), ("head-dim", head_dim), ("dtype", found["dtype"])]
     options += [("device", device), ("kernels", kernels), ("rounds", rounds)]
     found["command"] = command_of("layer", options)
     if not as_json:
-        layer_tables.show(Console(), found)
+        (indexed_tables if indexed else layer_tables).show(Console(), found)
     print(json.dumps(found))
 
 

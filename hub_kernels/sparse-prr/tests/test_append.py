@@ -10,7 +10,9 @@ def states(rng, *shape, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("count", "dims"), [(1, (64, 64)), (3, (80, 80)), (40, (16, 24)), (1, (192, 128))])
+@pytest.mark.parametrize(
+    ("count", "dims"), [(1, (64, 64)), (3, (80, 80)), (40, (16, 24)), (1, (192, 128)), (2, (24, 0))]
+)
 def test_append_states_writes_the_new_columns_of_each_row(ops, count, dims, dtype):
     rng = np.random.default_rng(0)
     buffers = [states(rng, 3, 2, 90, dim, dtype=dtype) for dim in dims]

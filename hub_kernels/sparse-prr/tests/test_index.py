@@ -48,6 +48,20 @@ def test_index_scores_do_not_depend_on_what_is_not_seen(ops, dtype, assert_same_
     assert_same_bits(ops.index_scores(query, weights, keys, valid, end, scale=0.25), together)
 
 
+@pytest.mark.parametrize("end", [0, 1, 33, 64, T - 1])
+def test_one_query_reads_nothing_behind_its_end(ops, dtype, end, assert_same_bits):
+    """As in a buffer that has room for more tokens than it holds."""
+    query, weights, keys, valid, _ = index_problem(dtype, queries=1)
+    ends, hidden = torch.full((B, 1), end), keys.clone()
+    hidden[:, end:] = NAN
+    scores = ops.index_scores(query, weights, keys, valid, ends, scale=0.25)
+    assert scores[:, :, end:].isnan().all()
+    assert_same_bits(ops.index_scores(query, weights, hidden, valid, ends, scale=0.25), scores)
+    chosen, found = ops.index_topk(query, weights, hidden, valid, ends, 9, scale=0.25)
+    assert_same_bits(found, scores)
+    assert bool((chosen < max(end, 0)).all())
+
+
 @pytest.mark.skipif(INTERPRETED, reason="numpy's matmul, which the interpreter takes, changes bits with its shape")
 def test_index_scores_do_not_depend_on_neighbours(ops, dtype, assert_same_bits):
     """One query has tiles of its own."""

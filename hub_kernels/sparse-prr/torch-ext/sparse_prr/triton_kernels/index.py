@@ -39,7 +39,7 @@ def _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP: tl
 
 @triton.jit
 def _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP: tl.constexpr, BT: tl.constexpr):
-    """Of BT columns: which exist, which hold a token, and their keys [BT, EP]."""
+    """Of BT columns: which are before T, which hold a token, and their keys [BT, EP]; others aren't read."""
     t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
     held = first + t < T
     bits = tl.load(valid + (first + t) * m_t, mask=held, other=0)
@@ -82,9 +82,9 @@ def _index(
         found = tl.full([], 0, tl.int32)
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
-            held, real, k = _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP, BT)
-            score = _scored(k, x, w, (first + t < limit) & real, scale, I, IP)
-            tl.store(scores + first + t, score, mask=held)
+            held, real, k = _columns(keys, valid, first, limit, k_t, k_e, m_t, E, EP, BT)
+            score = _scored(k, x, w, held & real, scale, I, IP)
+            tl.store(scores + first + t, score, mask=first + t < T)
             if EMITS:
                 hit = held & (score >= tl.load(threshold + b * t_b))
                 slot = found + tl.cumsum(hit.to(tl.int32), axis=0) - 1
