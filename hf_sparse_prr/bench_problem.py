@@ -119,7 +119,8 @@ class Problem:
             layer.update(self._normal(batch, heads, count, dim), self._normal(batch, heads, count, dim))
         self.tokens.commit(step, batch, self.layers[0].capacity, self.device)
         for layer in self.layers:
-            layer.summarise(self.kernels, self.tokens.on(self.device), length - 1)
+            if layer.is_due(length - 1):
+                layer.summarise(self.kernels, self.tokens.on(self.device))
 
     def append(self, step: int) -> Token:
         """The token of a step, new in every layer."""

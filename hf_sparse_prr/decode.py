@@ -14,7 +14,7 @@ from .overlap import Overlap
 from .predictor import Expected, Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope
-from .tokens import Grid, Tokens
+from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .bundled.reference import Partials
@@ -159,18 +159,9 @@ class BlockAttention:
     """How one token attends where each KV head selects blocks of keys. query: [B, H, G, D], post-RoPE."""
 
     def __init__(
-        self,
-        layer: SparseLayer,
-        query: torch.Tensor,
-        token: Token,
-        kernels: ModuleType,
-        scale: float,
-        newest: Grid | None = None,
+        self, layer: SparseLayer, query: torch.Tensor, token: Token, kernels: ModuleType, scale: float
     ) -> None:
         self.layer, self.query, self.token, self.kernels, self.scale = layer, query, token, kernels, scale
-        self.newest = newest
-        if newest is not None and SELECTORS[layer.plan.selector].reads_local:
-            self.summarise()
         self.heads = query.shape[1]
         self.end = token.last  # behind what is scored, as the counters take it
         self._data = (query, layer.keys, layer.values, token.valid, token.start)
@@ -198,12 +189,6 @@ class BlockAttention:
 
     def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: Any) -> torch.Tensor:
         return self.kernels.repair_merge(*self._data, attended, self.token.end, early, speculative, **self._how)
-
-    def summarise(self) -> None:
-        """The newest token's block, where that is still to be done. Nothing in this step reads it."""
-        if self.newest is not None:
-            self.layer.summarise_newest(self.kernels, self.newest)
-            self.newest = None
 
     def traced(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids as a trace has them: counted from the row's first real token."""
@@ -242,7 +227,6 @@ def decode_step(
         attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
     with overlap.beside():
-        attention.summarise()
         threshold = attention.threshold_after(selection) if remembers else None
         importance = _update(layer, token, selection, kernels, ema, threshold)
         numbers = _count(statistics, layer_idx, layer, selection)
@@ -268,18 +252,17 @@ def decode_token(
     scale: float,
     statistics: Statistics,
     trace: bool,
-    newest: Grid | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of one query token; the layer's K/V and summaries hold everything up to it.
 
     Args:
-        query: [B, H, G, D], post-RoPE.  scale: of the logits.  newest: the grid of a token that isn't in the summaries.
+        query: [B, H, G, D], post-RoPE.  scale: of the logits.
 
     Returns:
         fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
     kernels = traceable(kernels)
-    attention = BlockAttention(layer, query, token, kernels, scale, newest)
+    attention = BlockAttention(layer, query, token, kernels, scale)
     return decode_step(attention, layer_idx, statistics, trace)
 
 

@@ -113,6 +113,7 @@ class Tail:
             self._drop()
             self._given = None
             return None
+        self._steps.summarise(self.cache.tokens.length - 1)
         same = self._is_known(hidden_states, kwargs)
         if same and self._replay is not None and self._steps.holds():
             self._fill({"hidden_states": hidden_states, **kwargs})
@@ -126,11 +127,7 @@ class Tail:
         self._drop()
         self._known = self._known + 1 if same and fresh and self._shapes == self._steps.prior_shapes() else 0
         if self._known >= self._wait and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
-            grid, kernels = self.cache.tokens.on(hidden_states.device), self.handle.kernels.module
-            for layer in self.cache.layers[self.first :]:
-                layer.summarise(kernels, grid._replace(end=grid.end - 1))  # what is due once a block
-            if self._is_known(hidden_states, kwargs):
-                return self._capture(hidden_states, kwargs)
+            return self._capture(hidden_states, kwargs)
         self._know(hidden_states, kwargs)
         return None
 

@@ -80,8 +80,11 @@ class IndexedLayer(SparseLayer):
         self.indexed = end
         return self.index_keys if self.max_length is not None else self.index_keys[:, :end]
 
-    def summarise(self, kernels: Any, grid: Grid, column: int | None = None) -> None:
-        """Nothing: a token is a block, and its index key came with it."""
+    reads_local = False
+
+    def is_due(self, column: int) -> bool:
+        """Never: a token is a block, and its index key came with it."""
+        return False
 
     def can_append_on_device(self, column: int, device: torch.device) -> bool:
         keys = self.index_keys

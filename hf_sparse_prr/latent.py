@@ -135,9 +135,6 @@ class LatentAttention:
         chosen = torch.where(selects, attended, -1)
         return Selection(chosen, chosen, scores.masked_fill(~selects, float("nan")))
 
-    def summarise(self) -> None:
-        """Index keys are scored as they are."""
-
     def threshold_after(self, selection: Selection) -> torch.Tensor:
         """What the next token's top-k starts from."""
         return self.kernels.topk_threshold(selection.scores[:, 0], self.layer.plan.blocks)

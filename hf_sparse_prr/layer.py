@@ -116,22 +116,32 @@ class SparseLayer(CacheLayerMixin):
         """Blocks that scores of a query in `column` are for, those without a token among them."""
         return self.summaries[0].shape[2]
 
-    def summarise(self, kernels: Any, grid: Grid, column: int | None = None) -> None:
-        """Bring the block summaries up to the last column, unless those that the query in `column` reads are.
+    @property
+    def _blocks(self) -> int:
+        """That the buffer has room for."""
+        return -(-self.capacity // self.plan.block_size)
+
+    @property
+    def reads_local(self) -> bool:
+        """Whether a query's scores depend on the summaries of local blocks, its own too."""
+        return SELECTORS[self.plan.selector].reads_local
+
+    def is_due(self, column: int) -> bool:
+        """Whether a query in `column` reads summaries that aren't up to date, or the buffer has outgrown them.
 
         Blocks are scored only when they have left the local ones, so where a selector reads no others they are due once
         a block and not once a token (152 us a layer on a CPU).
         """
-        selector, size = SELECTORS[self.plan.selector], self.plan.block_size
-        if column is not None and self.summaries:
-            read = column + 1 if selector.reads_local else column - (self.plan.local_blocks - 1) * size
-            if self.summarised >= read:
-                return
-        blocks = -(-self.capacity // size)
+        read = column + 1 if self.reads_local else column - (self.plan.local_blocks - 1) * self.plan.block_size
+        return not self.summaries or self.summaries[0].shape[2] < self._blocks or self.summarised < read
+
+    def summarise(self, kernels: Any, grid: Grid) -> None:
+        """Bring the block summaries up to the last column."""
+        selector = SELECTORS[self.plan.selector]
         if not self.summaries:
-            self.summaries = selector.allocate(self.keys, blocks, self.plan)
-        elif self.summaries[0].shape[2] < blocks:
-            more = selector.allocate(self.keys, blocks - self.summaries[0].shape[2], self.plan)
+            self.summaries = selector.allocate(self.keys, self._blocks, self.plan)
+        elif self.summaries[0].shape[2] < self._blocks:
+            more = selector.allocate(self.keys, self._blocks - self.summaries[0].shape[2], self.plan)
             self.summaries = tuple(torch.cat(pair, dim=2) for pair in zip(self.summaries, more, strict=True))
         if self.summarised < self.length:
             columns = Columns(self.keys, *grid, self.length - self.summarised)
@@ -152,17 +162,20 @@ class SparseLayer(CacheLayerMixin):
 
     def append_on_device(self, kernels: Any, key: torch.Tensor, value: torch.Tensor, grid: Grid) -> None:
         """Append one token [B, H, 1, D] to a buffer that has room, in the column before `grid.end`:
-        lengths are read on the device alone. `summarise_newest` is due then, and `advance` tells the host."""
+        lengths are read on the device alone. `advance` tells the host."""
         kernels.append_states(self.keys, self.values, key, value, grid.end)
 
-    def summarise_newest(self, kernels: Any, grid: Grid) -> None:
-        """Bring the summary of the block that holds the newest token up to date, on the device alone."""
-        SELECTORS[self.plan.selector].summarise(kernels, self.summaries, Columns(self.keys, *grid, 1), self.plan)
+    def summarise_on_device(self, kernels: Any, grid: Grid) -> None:
+        """Bring the block that holds the newest token up to date, where its own query reads it."""
+        if self.reads_local:
+            columns = Columns(self.keys, *grid, 1)
+            SELECTORS[self.plan.selector].summarise(kernels, self.summaries, columns, self.plan)
 
     def advance(self) -> None:
         """A token was appended on the device, and the prior overwritten: a crop that undoes it leaves none."""
         self.length += 1
-        self.summarised = self.length
+        if self.reads_local:
+            self.summarised = self.length
         self.memory.open(self.length)
 
     def forget_blocks(self) -> None:

@@ -37,6 +37,14 @@ class DeviceSteps:
             memory.prior is not None and not memory.uncalibrated for memory in self._memories()
         )
 
+    def summarise(self, column: int) -> None:
+        """What is due once a block, before the token in `column` is run: the cache was told of it, these layers not."""
+        due = [layer for layer in self._layers if layer.is_due(column)]
+        if due:
+            grid = self.cache.tokens.on(due[0].device)
+            for layer in due:
+                layer.summarise(self.handle.kernels.module, grid._replace(end=grid.end - 1))
+
     def tensors(self) -> Iterator[torch.Tensor | None]:
         """Buffers that a step reads and writes where they are."""
         tokens, statistics = self.cache.tokens, self.handle.recorder.statistics_of(self.cache)

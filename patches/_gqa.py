@@ -167,12 +167,11 @@ class SparseGQA(_Attention):
         query, key, value = project(layer.keys, layer.values, grid.end)
         if key is not layer.keys:
             layer.append_on_device(kernels, key, value, grid)
+        layer.summarise_on_device(kernels, grid)
         token = token_at(tokens, tokens.length - 1, 0, plan, query.device)
         grouped = query[:, :, 0].unflatten(1, (layer.keys.shape[1], -1))
         statistics = handle.recorder.statistics_of(cache)
-        output, _ = decode_token(
-            layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False, newest=grid
-        )
+        output, _ = decode_token(layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False)
         return output.flatten(1, 2)[:, None]
 
     def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:
@@ -278,7 +277,8 @@ class SparseGQA(_Attention):
             return
         kernels = handle.kernels.module
         token = token_at(tokens, column, decode_step, plan, query.device, handle.inv_freq)
-        layer.summarise(kernels, tokens.on(query.device), column)
+        if layer.is_due(column):
+            layer.summarise(kernels, tokens.on(query.device))
         if is_prompt:
             attended, blocks = prefill_token(layer, query, token, kernels, self.scaling)
         else:

@@ -15,7 +15,7 @@ def some(rng, *shape, dtype=torch.float32):
 
 
 def rounded(value, dtype):
-    return torch.tensor(value).to(dtype).double().numpy()
+    return torch.tensor(value, device="cpu").to(dtype).double().numpy()
 
 
 def wide(tensor):

@@ -29,7 +29,7 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "merge": {"DS": (16, 32, 64)},
     "select": {"num_warps": (4, 8, 16, 32)},
     "ema_step": {"CHUNK": (256, 512, 1024), "num_warps": (4, 8)},
-    "linear": {"BY": (4, 8, 16), "BX": (256, 512), "STAGES": (2, 4, 8), "num_warps": (4, 8)},
+    "linear": {"BY": (4, 8, 16), "AHEAD": (256, 512, 1024), "BX": (256, 512), "STAGES": (2, 4, 8), "num_warps": (4, 8)},
     "ways": {
         "ROW": (4096, 8192, 16384),
         "ROW_GUESSED": (2048, 4096, 8192),

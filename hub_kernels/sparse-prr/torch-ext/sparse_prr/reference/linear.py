@@ -65,7 +65,7 @@ def grouped_linear(
 
     Args:
         x: [B, X], any float dtype.  weights: 1 to 3 of [Y, X], rows without gaps, one dtype; they are read where
-            they are, without a copy.
+            they are, on a GPU before the kernel in front is done: nothing may write them in a step.
         biases: as many of [Y].  norm: [X], the weight of an RMS norm (with `eps`) of x before them.
         gated: two weights of one shape; SiLU of the first's output times the second's, [B, Y] of one of them.
         residual: [B, Y], added last.

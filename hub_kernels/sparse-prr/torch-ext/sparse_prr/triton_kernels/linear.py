@@ -30,10 +30,20 @@ def _scale_of(x, X, eps, dtype: tl.constexpr, NX: tl.constexpr):
 
 
 @triton.jit
+def _inputs(x, norm, c, X, scale, dtype: tl.constexpr, NORM: tl.constexpr):
+    """What channels `c` put into the layers."""
+    value = _round(tl.load(x + c, mask=c < X, other=0.0), dtype)
+    if NORM:
+        weight = tl.load(norm + c, mask=c < X, other=0.0).to(tl.float32)
+        value = _round(_round(value * scale, dtype) * weight, dtype)
+    return value[None, :]
+
+
+@triton.jit
 def _linear(
     x, w0, w1, w2, b0, b1, b2, norm, residual, output, Y0, Y1, Y2, X, eps,
     x_b, w0_y, w1_y, w2_y, r_b, r_y, o_b,
-    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, AHEAD: tl.constexpr,
     BY: tl.constexpr, BX: tl.constexpr, NX: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BY output channels of one weight, or of both of a gate, of one batch row."""
@@ -48,36 +58,40 @@ def _linear(
         elif part >= first:
             weight, bias, w_y, Y, before = w1, b1, w1_y, Y1, Y0
             part -= first
-    y, c = part * BY + tl.arange(0, BY), tl.arange(0, BX)
+    y, c, ahead = part * BY + tl.arange(0, BY), tl.arange(0, BX), tl.arange(0, AHEAD)
     row = tl.minimum(y, Y - 1).to(tl.int64)[:, None]  # a row beyond the last is read in its place, and not stored
-    at, at2 = weight + row * w_y + c[None, :], w1 + row * w1_y + c[None, :]
+    at, at2 = weight + row * w_y, w1 + row * w1_y
     x += batch * x_b
+    # Weights are there before the kernel in front is done: their first channels come while this one waits
+    held = tl.load(at + ahead[None, :], mask=(ahead < X)[None, :], other=0.0)
+    held2 = held
+    if GATED:
+        held2 = tl.load(at2 + ahead[None, :], mask=(ahead < X)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     scale = 1.0
     if NORM:
         scale = _scale_of(x, X, eps, dtype, NX)
+    value = _inputs(x, norm, ahead, X, scale, dtype, NORM)
+    result, gates = tl.sum(held.to(tl.float32) * value, axis=1), tl.sum(held2.to(tl.float32) * value, axis=1)
     total, total2 = tl.zeros([BY, BX], tl.float32), tl.zeros([BY, BX], tl.float32)
-    for k in tl.range(0, X, BX, num_stages=STAGES):
-        inside = k + c < X
-        value = _round(tl.load(x + k + c, mask=inside, other=0.0), dtype)
-        if NORM:
-            value = _round(value * scale, dtype)
-            value = _round(value * tl.load(norm + k + c, mask=inside, other=0.0).to(tl.float32), dtype)
-        total += tl.load(at + k, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
+    for k in tl.range(AHEAD, X, BX, num_stages=STAGES):
+        inside = (k + c < X)[None, :]
+        value = _inputs(x, norm, k + c, X, scale, dtype, NORM)
+        total += tl.load(at + (k + c)[None, :], mask=inside, other=0.0).to(tl.float32) * value
         if GATED:
-            total2 += tl.load(at2 + k, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
+            total2 += tl.load(at2 + (k + c)[None, :], mask=inside, other=0.0).to(tl.float32) * value
     if PDL:
         # Here and not first: programs of the next kernel that came while these still wait for a place would take
         # places unevenly, and its long ones end late (a layer's four calls 136 us against 112)
         tl.extra.cuda.gdc_launch_dependents()
     kept = y < Y
-    result = tl.sum(total, axis=1)
+    result += tl.sum(total, axis=1)
     if BIAS:
         result += tl.load(bias + y, mask=kept, other=0.0).to(tl.float32)
     result = _round(result, dtype)
     if GATED:
-        gates = tl.sum(total2, axis=1)
+        gates += tl.sum(total2, axis=1)
         if BIAS:
             gates += tl.load(b1 + y, mask=kept, other=0.0).to(tl.float32)
         result = _round(_round(result / (1 + tl.exp(-result)), dtype) * _round(gates, dtype), dtype)
@@ -115,7 +129,6 @@ def grouped_linear(
         *[*rows, 0, 0][:3], x.shape[1], eps,
         x.stride(0), w0.stride(0), w1.stride(0), w2.stride(0), *added.stride(), output.stride(0),
         NORM=norm is not None, BIAS=biases is not None, GATED=gated, RESIDUAL=residual is not None,
-        BY=size, BX=config["BX"], NX=min(_NORM, triton.next_power_of_2(x.shape[1])), STAGES=config["STAGES"],
-        **options(x, num_warps=config["num_warps"]),
+        NX=min(_NORM, triton.next_power_of_2(x.shape[1])), **options(x, **config),
     )  # fmt: skip
     return output

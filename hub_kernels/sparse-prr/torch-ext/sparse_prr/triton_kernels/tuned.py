@@ -15,7 +15,7 @@ the layouts that Triton 3.6 compiles for sm_90):
     merge          DS: the sum over ranks
     select         nothing: it compares integers
     ema_step       nothing: minimum, maximum and elementwise
-    linear         BY, BX and num_warps: which products a thread sums, and in which order threads are summed
+    linear         all but STAGES: which products a thread sums, and in which order threads are summed
     ways           nothing: which of the compiled ways of `gvr_topk` finds the same indices (`cuda_kernels/topk.py`)
 
 Serial decoding and PRR run the same parameters on one device, so they stay equal. What attention over a block is
@@ -41,7 +41,8 @@ DEFAULTS: Table = {
     "merge": {"DS": 32},  # channels of a program
     "select": {"num_warps": 16},  # of a program that holds a full chunk
     "ema_step": {"CHUNK": 512, "num_warps": 8},  # blocks of a program
-    "linear": {"BY": 8, "BX": 256, "STAGES": 4, "num_warps": 4},  # channels out of and into a program, tiles in flight
+    # Channels out of a program; those into it that come ahead, and at a time; such tiles in flight
+    "linear": {"BY": 8, "AHEAD": 1024, "BX": 256, "STAGES": 4, "num_warps": 4},
     # The longest row that goes whole, without a guess and with one; the most rows in tiles, and behind one guess each
     "ways": {"ROW": 8192, "ROW_GUESSED": 4096, "TILES": 2, "GUESSED": 128},
 }
@@ -49,6 +50,7 @@ _LIMITS = {
     "BN": (16, 1024),
     "BW": (16, 1024),
     "BX": (64, 2048),
+    "AHEAD": (64, 4096),
     "DS": (16, 256),
     "CHUNK": (128, 4096),
     "num_warps": (1, 32),
