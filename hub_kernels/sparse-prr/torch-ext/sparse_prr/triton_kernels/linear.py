@@ -72,8 +72,8 @@ def _linear(
     scale = 1.0
     if NORM:
         scale = _scale_of(x, X, eps, dtype, NX)
-    value = _inputs(x, norm, ahead, X, scale, dtype, NORM)
-    result, gates = tl.sum(held.to(tl.float32) * value, axis=1), tl.sum(held2.to(tl.float32) * value, axis=1)
+    leading = _inputs(x, norm, ahead, X, scale, dtype, NORM)
+    result, gates = tl.sum(held.to(tl.float32) * leading, axis=1), tl.sum(held2.to(tl.float32) * leading, axis=1)
     total, total2 = tl.zeros([BY, BX], tl.float32), tl.zeros([BY, BX], tl.float32)
     for k in tl.range(AHEAD, X, BX, num_stages=STAGES):
         inside = (k + c < X)[None, :]
