@@ -1,7 +1,6 @@
 """Time one attention layer's decode step: stock on a DynamicCache, serial sparse and PRR, in turns in one process."""
 
 import copy
-import platform
 import statistics
 from collections.abc import Callable
 from importlib import import_module
@@ -18,6 +17,7 @@ from .bench_time import Timer, spread_of
 from .cache import SparseCache
 from .config import SparseConfig
 from .patching import patch_model
+from .profile import device_name
 from .shapes import shape as shape_named
 
 DENSE = 2  # leading layers, which stay dense and aren't timed
@@ -56,9 +56,8 @@ def filled(cache: Any, shape: tuple[int, ...], layers: int, device: str | torch.
 
 def machine(device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Where a figure was measured."""
-    on_gpu = device.startswith("cuda")
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -38,19 +38,24 @@ class Case(NamedTuple):
     expected: dict[Rate, Expected]
 
 
-def predicted_at(rate: float, free: torch.Tensor, scores: torch.Tensor, seed: int) -> torch.Tensor:
-    """int32 [B, H, K], ascending: of each KV head's selected blocks `free` [B, H, K], all in use, the share `rate`,
-    rounded to whole blocks, and for the rest others that have a score [B, H, N]; -1, last, where none are left."""
+def predicted_at(
+    rate: float, free: torch.Tensor, scores: torch.Tensor, seed: int, slots: int | None = None
+) -> torch.Tensor:
+    """int32 [B, H, P], ascending: of each KV head's selected blocks `free` [B, H, K], all in use, the share `rate`,
+    rounded to whole blocks, and for the rest others that have a score [B, H, N]; -1, last, where none are left.
+
+    slots: P, by default K; fewer hold fewer hits.
+    """
     generator = torch.Generator().manual_seed(seed)  # of the CPU: the same on every device
     free, others = free.cpu().long(), ~scores.cpu().isnan()
-    slots, blocks = free.shape[2], scores.shape[2]
-    kept = round(rate * slots)
+    slots, blocks = slots or free.shape[2], scores.shape[2]
+    kept = min(round(rate * free.shape[2]), slots)
     order = torch.rand(free.shape, generator=generator).argsort(dim=2)
     others.scatter_(2, free, False)
     drawn = torch.rand(scores.shape, generator=generator).masked_fill(~others, -1.0)
     wrong = drawn.topk(min(slots - kept, blocks), dim=2)
     wrong_ids = wrong.indices.masked_fill(wrong.values < 0, blocks)
-    guessed = torch.full_like(free, blocks)  # past every id: where nothing is left to predict
+    guessed = free.new_full((*free.shape[:2], slots), blocks)  # past every id: where nothing is left to predict
     guessed[..., :kept] = free.gather(2, order[..., :kept])
     guessed[..., kept : kept + wrong_ids.shape[2]] = wrong_ids
     guessed = guessed.sort(dim=2).values

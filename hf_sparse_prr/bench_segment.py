@@ -26,7 +26,7 @@ GPU_RATES: tuple[Rate, ...] = (1.0, 0.95, 0.0)
 ROUNDS, REPLAYS = 5, 50
 
 
-def _history(problem: Problem, rates: Sequence[Rate]) -> tuple[list[Case], Token, dict[str, float]]:
+def history(problem: Problem, rates: Sequence[Rate]) -> tuple[list[Case], Token, dict[str, float]]:
     """Decode the tokens: every layer by PRR, the first one serially too. Returns the layers before the last token,
     which is the timed one, and how far the first one's results were from their oracles. ExactnessError."""
     serial, worst = Memory(), {"scores_error": 0.0, "output_error": 0.0}
@@ -95,7 +95,7 @@ def _measure(
     """One context: exactness, then the times."""
     name, layers, device = f"{problem.context} tokens", len(problem.layers), problem.device
     progress(f"{name}: exactness", 0, None)
-    cases, token, worst = _history(problem, rates)
+    cases, token, worst = history(problem, rates)
     works = Works(cases, token, problem.plans["prr"], problem.kernels, problem.scale)
     settings = works.settings(rates)
     exact = _exact(works, settings, worst)

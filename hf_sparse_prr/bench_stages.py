@@ -109,6 +109,25 @@ class Works:
 
         return call
 
+    def select(self, index: int) -> torch.Tensor:
+        """Scores and the choice of blocks, as one stage."""
+        case = self.cases[index]
+        return select(case.layer, case.query, self.token, self.kernels, self.scale, case.hint).selected
+
+    def partials(self, index: int, blocks: torch.Tensor) -> Any:
+        """Attention over each of the blocks."""
+        return self._partials(self.cases[index], blocks)
+
+    def repair(self, early: Sequence[torch.Tensor]) -> Call:
+        """What is left to do of a step once the selection is known, where `early` of each layer was attended to."""
+        held = [self._partials(case, blocks) for case, blocks in zip(self.cases, early, strict=True)]
+
+        def call(index: int) -> torch.Tensor:
+            case = self.cases[index]
+            return self._repair(case, case.selection.selected, early[index], held[index])
+
+        return call
+
     def _partials(self, case: Case, blocks: torch.Tensor) -> Any:
         return self.kernels.block_partials(*self._data(case), blocks, self.token.end, **self._how)
 
@@ -154,12 +173,7 @@ class Works:
         return {**works, **self._beside(rates[0])}
 
     def _repair_stage(self, rate: Rate) -> Work:
-        held = [self._partials(case, case.expected[rate].early) for case in self.cases]
-
-        def call(index: int) -> torch.Tensor:
-            case = self.cases[index]
-            return self._repair(case, case.selection.selected, case.expected[rate].early, held[index])
-
+        call = self.repair([case.expected[rate].early for case in self.cases])
         found = self._mean(lambda case: self._held(case.selection.selected, case.expected[rate].early))
         missing = self.blocks - self._block * found
         return Work(call, missing, missing, self.hit_rate(rate))

@@ -16,6 +16,7 @@ from .mixed import Undo, check_crop, check_states, kinds_of, leader_of, other_la
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
+    from .budget import Budget
     from .report import Statistics
 
 
@@ -65,6 +66,8 @@ class SparseCache(Cache):
         self.statistics: Statistics | None = None
         self._prompt_length: int | None = None
         self._step: Step | None = None
+        self.budget: Budget | None = None  # what its layers speculate on, where that is left to a profile
+        self.budget_for: tuple[torch.device, int] | None = None  # device and batch rows that a profile was asked for
         self.on_device = False  # a decode step that reads lengths on the device alone is running (graph.py)
         if handle is not None:
             self.adopt(handle.config)
@@ -233,6 +236,7 @@ class SparseCache(Cache):
                     self.layers[index].record_past = recording
         self._undo.forget()
         self.tokens.reset()
+        self.budget = self.budget_for = None
         self.decode_columns = []
         self.statistics = None
         self._prompt_length = None

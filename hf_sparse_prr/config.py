@@ -64,9 +64,10 @@ class SparseConfig:
         sink_blocks, local_blocks: first and last blocks, always attended and never predicted. The open (last) block
             is the first of the local ones.
         dense_layers: the first n layers stay dense; "auto" is min(2, layers - 1).
-        speculate: attend to predicted blocks while the selection is computed (PRR). "auto": where a profile says it
-            pays; there is no profile yet, so off.
-        spec_ratio: predicted blocks per selected block, any float > 0; "profile" without a profile is 1.0.
+        speculate: attend to predicted blocks while the selection is computed (PRR). "auto": while a profile and the hit
+            rates of the last tokens say that it pays; off without a profile (`hf-sparse-prr profile` measures one).
+        spec_ratio: predicted blocks per selected block, any float > 0; "profile": the one that by the profile and those
+            hit rates takes least, 1.0 without a profile.
         ema: (alpha, beta, gamma) of the predictor, alpha and beta in (0, 1], gamma >= 0; "calibrate" chooses them from
             the last prompt queries, per batch row and layer. With an indexer it is (.4, .1, .25).
         semantics: "exact", or "superset" (attend to predicted and selected blocks, as the PRR paper does).
@@ -221,6 +222,12 @@ class SparseConfig:
     def forced_blocks(self) -> int:
         """Blocks that are always attended."""
         return self.sink_blocks + self.local_blocks
+
+    @property
+    def leaves_to_profile(self) -> bool:
+        """Whether a profile, if there is one, decides what is speculated on. Never where that changed the output."""
+        asked = self.speculate == "auto" or (self.speculate is True and self.spec_ratio == "profile")
+        return asked and self.semantics == "exact"
 
     def replace(self, **overrides: Any) -> "SparseConfig":
         """A copy with some fields changed. TypeError for names that aren't fields."""

@@ -120,7 +120,7 @@ def expect(
         return prior.expected
     blocks = layer.scored_blocks(token.column)
     slots = min(layer.plan.predicted_blocks, blocks)
-    if prior is None:
+    if prior is None or prior.level is None:
         nothing = token.forced.new_full((token.forced.shape[0], heads, slots), -1)
         return Expected(torch.cat([token.forced.expand(-1, heads, -1), nothing], dim=2), nothing)
     level, trend = prior.ema_state(blocks)
@@ -144,7 +144,7 @@ def _update(
     if not plan.predicted_blocks:
         layer.memory.advance(token.column, Prior(selection.free, threshold=threshold))
         return None
-    if prior is None:
+    if prior is None or prior.level is None:
         state = (torch.full_like(scores, float("nan")), torch.zeros_like(scores))
     else:
         state = prior.ema_state(scores.shape[2])

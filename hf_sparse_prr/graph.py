@@ -13,7 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from threading import Lock, get_ident
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -61,8 +61,20 @@ def _reference(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]
     return _nothing if tensor is None else weakref.ref(tensor)
 
 
+class _Graph(NamedTuple):
+    """A captured tail. inputs: what it reads, a dict.  output: what it writes.  steps: hold the priors that it reads
+    and writes.  bytes: that it keeps."""
+
+    replay: Replay
+    inputs: dict[str, Any]
+    output: torch.Tensor
+    steps: DeviceSteps
+    bytes: int
+
+
 class Tail:
-    """The last layers of a model, all of them sparse, over one cache.
+    """The last layers of a model, all of them sparse, over one cache. One graph for each choice of what is speculated
+    on, kept until a buffer moves: to change the choice costs a copy of what the layers remember.
 
     first: the index of the first of them.  layers: what each of them runs.
     """
@@ -76,15 +88,15 @@ class Tail:
         self._config = handle.model.config.get_text_config(decoder=True)
         self._off = False
         self._known, self._wait = 0, 1  # tokens in a row that a graph would do for; and those before it is captured
-        self._replayed = 0  # by the last graph
+        self._replayed = 0  # by the graphs there are
         self._single = 0  # forwards of one token so far
         self._done: torch.Tensor | None = None  # what the tail returned last
         self._given: Any = None  # what the last token's layers were given, but for tensors' values
         self._buffers: list[Callable[[], Any]] = []  # of the last token; held, they would outlive a growth
         self._shapes: Any = None  # of its priors
-        self._replay: Replay | None = None
-        self._inputs: dict[str, Any] = {}
-        self._output: torch.Tensor | None = None
+        self._kept: dict[tuple[int, ...], _Graph] = {}
+        self._choice: tuple[int, ...] = ()  # of the last token
+        self._tried = False
 
     def forward(self, at: int, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Of the at-th layer of the tail. The first one runs all of them, and the others hand on what it returned."""
@@ -114,28 +126,30 @@ class Tail:
             self._given = None
             return None
         self._steps.summarise(self.cache.tokens.length - 1)
-        same = self._is_known(hidden_states, kwargs)
-        if same and self._replay is not None and self._steps.holds():
-            self._fill({"hidden_states": hidden_states, **kwargs})
-            self._replay()
+        same, choice = self._is_known(hidden_states, kwargs), self._steps.choice()
+        graph, turned, self._choice = self._kept.get(choice), choice != self._choice, choice
+        if same and graph is not None and (graph.steps.holds() or (turned and graph.steps.take())):
+            self._fill(graph, {"hidden_states": hidden_states, **kwargs})
+            graph.replay()
             self._replayed += 1
             self.notes.replayed += 1
-            self._steps.advance()
-            assert self._output is not None
-            return self._output.clone()  # the next token's is written over it
-        fresh = self._replay is None
-        self._drop()
-        self._known = self._known + 1 if same and fresh and self._shapes == self._steps.prior_shapes() else 0
-        if self._known >= self._wait and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
+            graph.steps.advance()
+            return graph.output.clone()  # the next token's is written over it
+        steady = same and turned and graph is None and bool(self._kept)  # but for the choice it could be replayed
+        if not steady:
+            fresh = not self._kept
+            self._drop()
+            self._known = self._known + 1 if same and fresh and self._shapes == self._steps.prior_shapes() else 0
+        if (steady or self._known >= self._wait) and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
             return self._capture(hidden_states, kwargs)
         self._know(hidden_states, kwargs)
         return None
 
     def _drop(self) -> None:
-        """The graph doesn't do any more. One that hardly paid makes the next one wait twice as long."""
-        if self._replay is not None:
+        """The graphs don't do any more. Ones that hardly paid make the next one wait twice as long."""
+        if self._kept:
             self._wait = 1 if self._replayed >= _SOME else 2 * self._wait
-        self._replay, self._replayed, self._known = None, 0, 0
+        self._kept, self._replayed, self._known = {}, 0, 0
 
     def _can_replay(self, hidden_states: torch.Tensor) -> bool:
         """Whether this is a decode token for which every row of every layer selects, after another one."""
@@ -173,31 +187,34 @@ class Tail:
     def _capture(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Run this token as a graph would, and capture it for the next."""
         given = {"hidden_states": hidden_states, **kwargs}
-        self._inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
-        self._steps.hold()
-        output = self._run()
-        self._output = output.clone()
-        self._steps.advance()
+        inputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, given)
+        steps = DeviceSteps(self.handle, self.cache, self.first)
+        steps.hold()
+        run = partial(steps.run, partial(self._forward, inputs))
+        output = run()
+        held = output.clone()
+        self._tried = True
+        steps.advance()
         try:
-            self._replay, self.notes.bytes = captured(self._run, self._output)
+            replay, kept = captured(run, held)
         except RuntimeError as error:  # what was captured so far never ran
             self._off, self.notes.failed = True, f"the step can't be captured: {str(error).splitlines()[0]}"
             self.notes.reason = self.notes.failed
             self.handle.warn("CUDA graph", f"decode steps run uncaptured, with the same bits: {self.notes.failed}")
-        self.notes.captured += self._replay is not None
+            return output
+        self._kept[self._choice] = _Graph(replay, inputs, held, steps, kept)
+        self.notes.captured += 1
+        self.notes.bytes = sum(graph.bytes for graph in self._kept.values())
         return output
 
-    def _fill(self, given: dict[str, Any]) -> None:
-        for held, value in zip(tree_leaves(self._inputs), tree_leaves(given), strict=True):
+    def _fill(self, graph: _Graph, given: dict[str, Any]) -> None:
+        for held, value in zip(tree_leaves(graph.inputs), tree_leaves(given), strict=True):
             if isinstance(held, torch.Tensor):
                 held.copy_(value)
 
-    def _run(self) -> torch.Tensor:
-        return self._steps.run(self._forward)
-
-    def _forward(self) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """All layers on the inputs that are held."""
-        given = dict(self._inputs)
+        given = dict(inputs)
         hidden_states = given.pop("hidden_states")
         for run in self.layers:
             output = run(hidden_states, attention_mask=None, **given)
@@ -209,9 +226,9 @@ class Tail:
 
     def end(self) -> None:
         """generate() is over: the graph and its memory are given back."""
-        if not self._inputs and self._single > _SOME and self.notes.reason is None:
+        if not self._tried and self._single > _SOME and self.notes.reason is None:
             self.notes.reason = _MOVED
-        self._replay = None
+        self._kept = {}
 
 
 class _Forward:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .cache import SparseCache
+from .config import LayerPlan
 from .predictor import Prior
 
 if TYPE_CHECKING:
@@ -34,8 +35,16 @@ class DeviceSteps:
     def can_run(self, column: int, device: torch.device) -> bool:
         """Whether a token in `column`, for which every row selects, needs nothing that the host would do."""
         return all(layer.can_append_on_device(column, device) for layer in self._layers) and all(
-            memory.prior is not None and not memory.uncalibrated for memory in self._memories()
+            memory.prior is not None and not (memory.uncalibrated and plan.predicted_blocks)
+            for memory, plan in zip(self._memories(), self._plans(), strict=True)
         )
+
+    def _plans(self) -> list[LayerPlan]:
+        return [self.cache.layers[index].plan for index in self._selecting]
+
+    def choice(self) -> tuple[int, ...]:
+        """What the layers speculate on now."""
+        return tuple(plan.predicted_blocks for plan in self._plans())
 
     def summarise(self, column: int) -> None:
         """What is due once a block, before the token in `column` is run: the cache was told of it, these layers not."""
@@ -68,6 +77,19 @@ class DeviceSteps:
     def holds(self) -> bool:
         """Whether no other token has left others since."""
         return all(memory.prior is prior for memory, prior in zip(self._memories(), self._priors, strict=True))
+
+    def take(self) -> bool:
+        """Have what tokens of another choice left copied to where our own priors are. False where the shapes differ."""
+        layers = [self.cache.layers[index] for index in self._selecting]
+        made = tree_leaves([tuple(layer.steady(layer.memory.prior)) for layer in layers])
+        held = tree_leaves([tuple(prior) for prior in self._priors])
+        if [each if each is None else each.shape for each in made] != [x if x is None else x.shape for x in held]:
+            return False
+        pairs = [(old, new) for old, new in zip(held, made, strict=True) if old is not None]
+        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+        for layer, prior in zip(layers, self._priors, strict=True):
+            layer.memory.prior = prior
+        return True
 
     def run(self, step: Callable[[], Result]) -> Result:
         """Run one token, on priors that are held. `advance` tells the host."""

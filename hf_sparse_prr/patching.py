@@ -21,7 +21,9 @@ from .report import GraphReport, LayerReport, Recorder, Report, TraceEntry
 from .tokens import MAX_DRAFT, Step, longest_row
 
 if TYPE_CHECKING:
+    from .budget import Budget
     from .patches._base import SparseAttention
+    from .profile import Key, Profile
 
 _PROCESS_WARNINGS: set[str] = set()
 
@@ -94,6 +96,8 @@ class PatchHandle:
     def _start(self) -> None:
         self.recorder = Recorder(self.plans, self.config)
         self.graphs = GraphReport()
+        self.profiles: dict[Key, Profile | None] = {}  # that were asked for
+        self.budget: Budget | None = None  # of the cache that ran last
         self.warnings: dict[str, str] = {}
         self.kernels = kernel_loader.resolve(self.config.kernels, self.config.strict)
         if self.kernels.fallback is not None:
@@ -197,8 +201,8 @@ class PatchHandle:
                 f"nothing was selected so far: all {done['steps']} decode steps were stock, no row being longer than "
                 f"the {self.sparse_plan.fits} tokens that it attends to densely"
             )
-        if self.config.speculate == "auto" and self.sparse_plan is not None:
-            notes.append("speculate='auto': off, there is no profile for this model and device")
+        if self.config.leaves_to_profile and self.sparse_plan is not None:
+            notes.append(f"speculate={self.config.speculate!r}: {self.budget or self._without_profile()}")
         if self.indexer is not None and (idle := without_effect(self.config)):
             notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
         if self.graphs.captured or self.graphs.reason or self.graphs.beside:
@@ -208,6 +212,12 @@ class PatchHandle:
             what = "predicted blocks are attended to as well, outputs differ from serial"
             notes.append(f"semantics='superset': {what if predicts else 'nothing is predicted, so it changes nothing'}")
         return Report(layers, self.kernels, list(self.warnings.values()), notes)
+
+    def _without_profile(self) -> str:
+        what = "off" if self.config.speculate == "auto" else "spec_ratio 1"
+        for key in self.profiles:
+            return f"{what}, there is no profile for {key}; `hf-sparse-prr profile` measures one"
+        return f"{what}, there is no profile for this model and device"
 
     def stats(self) -> dict[str, Any]:
         """Counts and rates since patching or `reset_stats()`, as host numbers; rates exclude forced blocks.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .config import LayerPlan, SparseConfig
     from .kernel_loader import Kernels
 
-_NUMBERS = ("blocks_read", "summaries_read", "hits", "selected", "predicted", "hit_shares", "guessed")  # as `tally`
+NUMBERS = ("blocks_read", "summaries_read", "hits", "selected", "predicted", "hit_shares", "guessed")  # as `tally`
 
 
 class TraceEntry(NamedTuple):
@@ -43,7 +43,7 @@ class Statistics:
 
     def numbers(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """A layer's counters, float64 [B, H, 7], for the kernel that adds to them. like: [B, H, ..]."""
-        held, shape = self._numbers[layer], (*like.shape[:2], len(_NUMBERS))
+        held, shape = self._numbers[layer], (*like.shape[:2], len(NUMBERS))
         if held is None or held.shape != shape or held.device != like.device:
             if held is not None:  # the batch changed
                 self._folded[layer].append(held.sum(dim=(0, 1)))
@@ -60,10 +60,10 @@ class Statistics:
 
     def layer(self, index: int) -> dict[str, Any]:
         """Host numbers of one layer."""
-        values: dict[str, Any] = dict.fromkeys(_NUMBERS, 0)
+        values: dict[str, Any] = dict.fromkeys(NUMBERS, 0)
         held = self._numbers[index]
         for row in [*self._folded[index], *([] if held is None else [held.sum(dim=(0, 1))])]:
-            for name, value in zip(_NUMBERS, row.tolist(), strict=True):
+            for name, value in zip(NUMBERS, row.tolist(), strict=True):
                 values[name] += value if name == "hit_shares" else int(value)
         return {
             "steps": self.steps,
@@ -137,7 +137,7 @@ class Recorder:
         layers = [_sum(parts) for parts in zip(*every, strict=True)]
         total = rates_of(_sum(layers))
         total["steps"] = layers[0]["steps"]
-        predicts = any(plan.predicted_blocks for plan in self._plans)
+        predicts = any(plan.predicted_blocks for plan in self._plans) or total["hit_rate"] is not None
         return {
             **total,
             "ema": self._used_ema() if predicts else None,
@@ -149,7 +149,7 @@ class Recorder:
     def _used_ema(self) -> Any:
         """What was asked for, or where nothing is calibrated the coefficients that all layers have."""
         given = {plan.ema for plan in self._plans if plan.predicted_blocks}
-        return self._config.ema if None in given else given.pop()
+        return self._config.ema if None in given or not given else given.pop()
 
     def _ema(self, index: int) -> Any:
         """(alpha, beta, gamma) that a layer last predicted with, a list of them where batch rows differ."""
@@ -162,7 +162,7 @@ class Recorder:
 
 @dataclass
 class GraphReport:
-    """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last one kept.  reason: why
+    """Decode steps as CUDA graphs. captured, replayed: graphs and tokens.  bytes: that the last ones kept.  reason: why
     the last generate() had none.  failed: why none will be tried again.  beside: generate() calls during another one of
     the same model, which have none.  fused: layers whose linear parts the last generate() could run in a few kernels a
     token, wholly or in part."""

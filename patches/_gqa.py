@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_sparse_prr.budget import choose
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
@@ -230,6 +231,7 @@ class SparseGQA(_Attention):
         statistics = self.binding.handle.recorder.statistics_of(cache)
         if self.layer_idx == cache.leader:
             statistics.steps += step.count - step.first_decode
+            choose(self.binding.handle, cache, step, query, heads)
         weights: torch.Tensor | None = None
         all_sparse = len(selecting) == step.count and cache.tokens.all_longer(step.begin, plan.fits)
         if all_sparse and not wants_weights:
@@ -245,7 +247,7 @@ class SparseGQA(_Attention):
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
-        if sparse and plan.calibrates and step.first_decode:
+        if sparse and cache.layers[self.layer_idx].plan.calibrates and step.first_decode:
             prompt = query[:, :, : step.first_decode].unflatten(1, (heads, -1))
             cache.layers[self.layer_idx].memory.remember(prompt, step.begin)
         for column in selecting:

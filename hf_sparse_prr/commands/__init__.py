@@ -2,7 +2,7 @@
 
 import typer
 
-from hf_sparse_prr.commands import bench, doctor, generate, tune
+from hf_sparse_prr.commands import bench, doctor, generate, profile, tune
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -21,4 +21,5 @@ def root() -> None:
 app.command()(generate.generate)
 app.command()(doctor.doctor)
 app.command()(tune.tune)
+app.command()(profile.profile)
 app.add_typer(bench.bench, name="bench")

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,34 @@ def shares_of(option: str, texts: list[str] | None) -> list[float]:
     except ValueError as error:
         message = f"{option}: expected numbers from 0 to 1, got {','.join(texts or ())!r}"
         raise CommandError(message, EXIT_USAGE) from error
+
+
+def positives_of(option: str, texts: list[str] | None) -> list[float]:
+    """Numbers above 0."""
+    words = words_of(option, texts)
+    try:
+        numbers = list(dict.fromkeys(float(word) for word in words))
+    except ValueError as error:
+        raise CommandError(f"{option}: expected numbers above 0, got {','.join(words)!r}", EXIT_USAGE) from error
+    if any(not number > 0 for number in numbers):
+        raise CommandError(f"{option}: expected numbers above 0, got {','.join(words)!r}", EXIT_USAGE)
+    return numbers
+
+
+def writable(path: Path, option: str = "--output") -> Path:
+    """The file beside it that is written first; its folder is made."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.touch()
+        new.unlink()
+    except OSError as error:
+        raise CommandError(
+            f"{option}: expected a file that can be written, got {path} ({error})", EXIT_USAGE
+        ) from error
+    return new
 
 
 def check_device(device: str) -> None:

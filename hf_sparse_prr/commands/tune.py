@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_sparse_prr.commands.arguments import writable
 from hf_sparse_prr.commands.terminal import EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.kernel_loader import resolve
 
@@ -31,14 +32,14 @@ def tune(
     """
     notes = Console(stderr=True)
     with one_line_errors(notes):
-        new = None if output is None else _check_writable(output)
+        new = None if output is None else writable(output)
         gpu = _gpu(device)
         kernels = resolve("auto").module.__name__  # those that will run: compiled ones have more to choose
         measuring = import_module(f"{kernels}.tune")  # here: it needs triton
         tuned = import_module(f"{kernels}.triton_kernels.tuned")
 
         path = output or tuned.user_folder() / tuned.file_name(torch.cuda.get_device_name(gpu))
-        new = new or _check_writable(path)
+        new = new or writable(path)
         with torch.cuda.device(gpu), Bar(notes) as bar:
             chosen = measuring.tune(gpu, bar)
         document = measuring.document(torch.cuda.get_device_name(gpu), chosen)
@@ -53,21 +54,6 @@ def tune(
         committed = tuned.committed(document["gpu"])
         if committed is not None:
             out.print(f"this GPU has a committed file, which comes first: {committed}", soft_wrap=True, markup=False)
-
-
-def _check_writable(path: Path) -> Path:
-    """The file beside it that is written first; its folder is made."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + ".new")
-        new.touch()
-        new.unlink()
-    except OSError as error:
-        message = f"--output: expected a file that can be written, got {path} ({error})"
-        raise CommandError(message, EXIT_USAGE) from error
-    return new
 
 
 def _gpu(name: str) -> torch.device:
