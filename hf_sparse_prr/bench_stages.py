@@ -118,6 +118,14 @@ class Works:
         """Attention over each of the blocks."""
         return self._partials(self.cases[index], blocks)
 
+    def attended(self, index: int, selected: torch.Tensor) -> torch.Tensor:
+        """Attention over the blocks, as serial has it."""
+        return self._attend(self.cases[index], selected)
+
+    def merged(self, index: int, selected: torch.Tensor, early: torch.Tensor, partials: Any) -> torch.Tensor:
+        """Attention over `selected`, of which `partials` of `early` are there."""
+        return self._repair(self.cases[index], selected, early, partials)
+
     def repair(self, early: Sequence[torch.Tensor]) -> Call:
         """What is left to do of a step once the selection is known, where `early` of each layer was attended to."""
         held = [self._partials(case, blocks) for case, blocks in zip(self.cases, early, strict=True)]

@@ -83,6 +83,15 @@ def shares_of(option: str, texts: list[str] | None) -> list[float]:
         raise CommandError(message, EXIT_USAGE) from error
 
 
+def pair_of(option: str, text: str) -> tuple[float, float]:
+    """Two numbers, like 0.86,0.89."""
+    try:
+        first, second = map(float, text.split(","))
+    except ValueError as error:
+        raise CommandError(f"{option}: expected two numbers like 0.86,0.89, got {text!r}", EXIT_USAGE) from error
+    return first, second
+
+
 def positives_of(option: str, texts: list[str] | None) -> list[float]:
     """Numbers above 0."""
     words = words_of(option, texts)
