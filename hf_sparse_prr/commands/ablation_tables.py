@@ -42,7 +42,7 @@ def show(out: Console, found: dict[str, Any]) -> None:
             rates, errors = at["rates"], {key: at["settings"][key]["error"] for key in ("S2", "S3")}
             say(
                 out,
-                f"{at['context']:,} tokens: hits {percent(rates['last'], 1)} of the last blocks (the whole selection "
-                f"in {percent(rates['whole'])} of the layers), {percent(rates['ema'], 1)} of the EMA; outputs differ from "
+                f"{at['context']:,} tokens: hits {percent(rates['last'], 1)} of the last blocks (all in "
+                f"{percent(rates['whole'])} of the layers), {percent(rates['ema'], 1)} of the EMA; outputs differ from "
                 f"serial's by {percent(errors['S2'], 1)} (S2) and {percent(errors['S3'], 1)} (S3), ours in no bit",
             )
