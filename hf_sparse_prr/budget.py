@@ -220,6 +220,7 @@ class Budget:
 
 def _restart(handle: "PatchHandle", cache: "SparseCache", layer: "SparseLayer", step: Step) -> None:
     """What the layer remembers, as its plan has it now: an EMA and a prediction for the coming token, or neither."""
+    layer.settle()
     prior, plan = layer.memory.prior, layer.plan
     if prior is None or not layer.summaries:
         return

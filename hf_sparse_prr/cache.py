@@ -92,6 +92,10 @@ class SparseCache(Cache):
         """The last forward that the first layer of full attention has appended."""
         return self._step
 
+    def ends_prompt(self, step: Step) -> bool:
+        """Whether `step` has the last prompt token, as far as is known."""
+        return self._prompt_length is not None and 0 < self._prompt_length <= step.begin + step.first_decode
+
     def check_settings(self, config: SparseConfig) -> None:
         """ValueError where the cache was made for other settings."""
         if self.sparse_config is not None and self.sparse_config is not config and self.sparse_config != config:

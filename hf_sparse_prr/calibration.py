@@ -2,10 +2,12 @@
 
 The last prompt queries are scored as if they were decoded. Each candidate of the grid predicts every one of them from
 those before; the one with the best score-weighted hit rate wins, per batch row and layer, and the state it ends in
-starts the EMA.
+starts the EMA. All candidates are one batch: a kernel or two for each query, beside the rest of the prompt's layers.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from .config import DEFAULT_EMA
 from .layer import SparseLayer
 from .predictor import MIN_QUERIES, Prior
 from .selectors import SELECTORS, Scope
+from .tokens import Tokens
 
 # Ties go to the first: the default leads, then the grid in the order alpha, beta, gamma
 GRID = (
@@ -28,63 +31,104 @@ GRID = (
 )
 
 
+_AT_ONCE = 2**26  # pairs of blocks that are compared at a time
+
+
+def _to(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On the device, without a wait for what it does."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 def prompt_scores(
     layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float
-) -> list[torch.Tensor]:
-    """Of blocks: fp32 [B, H, N] for each remembered prompt query; NaN for blocks it wouldn't have selected from, and
-    for rows in which it is padding."""
+) -> torch.Tensor:
+    """Of blocks: fp32 [Q, B, H, N], of the Q remembered prompt queries; NaN for blocks that one wouldn't have selected
+    from, and for rows in which it is padding."""
     plan, memory = layer.plan, layer.memory
     assert memory.queries is not None
-    scores = []
-    for index, column in enumerate(memory.columns):
-        selectable = (column - start) // plan.block_size - plan.local_blocks + 1
-        last = torch.where(valid[:, column], selectable, 0)
+    columns = _to(memory.columns, torch.int64, start.device)[:, None]
+    selectable = (columns - start) // plan.block_size - plan.local_blocks + 1
+    last = torch.where(valid[:, columns[:, 0]].T, selectable, 0)
+    length = columns + 1 - start
+    selector, scores = SELECTORS[plan.selector], []
+    for index in range(len(memory.columns)):
+        scope = Scope(plan.sink_blocks, last[index], length[index], scale)
         query = memory.queries[:, :, :, index]
-        scope = Scope(plan.sink_blocks, last, column + 1 - start, scale)
-        scores.append(SELECTORS[plan.selector].checked_scores(kernels, query, layer.summaries, scope, plan))
-    return scores
+        scores.append(selector.checked_scores(kernels, query, layer.summaries, scope, plan))
+    return torch.stack(scores)
 
 
-def hit_weights(
+def _predictions(raw: torch.Tensor, ema: torch.Tensor, slots: int, kernels: ModuleType) -> tuple[torch.Tensor, ...]:
+    """What each candidate predicts of all queries but the first, int32 [Q - 1, C * B, H, slots], and the level and
+    trend that it ends with, [C * B, H, N]. raw: [Q, B, H, N].  ema: [C * B, 3], candidate-major."""
+    batch, heads, blocks = raw.shape[1:]
+    candidates = len(ema) // batch
+    level = torch.full((len(ema), heads, blocks), float("nan"), device=raw.device)
+    trend, everything = torch.zeros_like(level), torch.full((len(ema),), blocks, device=raw.device)
+    predicted = []
+    for index, scores in enumerate(raw):
+        repeated = scores.expand(candidates, -1, -1, -1).flatten(0, 1)  # a view of one row
+        step = kernels.ema_step(repeated, level, trend, ema, 0, everything)
+        level, trend = step.level, step.trend
+        if index + 1 < len(raw):
+            predicted.append(top_blocks(kernels, step.expected, slots))
+    return torch.stack(predicted) if predicted else raw.new_empty((0,)), level, trend
+
+
+def hit_rates(
     predicted: torch.Tensor, winners: torch.Tensor, importance: torch.Tensor, kernels: ModuleType
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: the sum over heads of (importance of predicted winners / importance of all), and how many heads have
-    any importance."""
-    weight = importance.gather(2, winners.long().clamp(min=0)).masked_fill(winners < 0, 0.0)
-    hit = (weight * (kernels.slots_of(winners, predicted) >= 0)).sum(dim=2)
-    total = weight.sum(dim=2)
-    return torch.where(total > 0, hit / total, 0.0).sum(dim=1), (total > 0).sum(dim=1)
+) -> torch.Tensor:
+    """fp64 [C, B]: the mean over queries and heads of (importance of predicted winners / importance of all), where
+    that is above 0. predicted: int32 [Q, C, B, H, P].  winners: int32 [Q, B, H, K].  importance: [Q, B, H, N]."""
+    weight = importance.gather(3, winners.long().clamp(min=0)).masked_fill(winners < 0, 0.0)
+    total = weight.sum(dim=3)
+    hits = torch.zeros(predicted.shape[1:3], dtype=torch.float64, device=weight.device)
+    a_query = max(predicted[0].numel() * winners.shape[3], 1)
+    for begin in range(0, len(predicted), many := max(1, _AT_ONCE // a_query)):
+        of = slice(begin, begin + many)
+        guess, chosen = predicted[of], winners[of][:, None].expand(-1, predicted.shape[1], -1, -1, -1)
+        found = kernels.slots_of(chosen.flatten(0, 2), guess.flatten(0, 2)) >= 0
+        hit = (weight[of][:, None] * found.view(chosen.shape)).sum(dim=4)
+        share = torch.where(total[of] > 0, 1 / total[of], 0.0)[:, None]
+        hits += (hit * share).double().sum(dim=(0, 3))
+    return hits / (total > 0).sum(dim=(0, 2)).clamp(min=1)
 
 
-def calibrate(layer: SparseLayer, valid: torch.Tensor, scores: list[torch.Tensor], kernels: ModuleType) -> None:
-    """Choose the coefficients of each batch row and start its EMA, from the scores, fp32 [B, H, N], of the remembered
-    prompt queries. Rows with fewer than 8 of them keep the default and an empty prior."""
+def calibrate(layer: SparseLayer, valid: torch.Tensor, start: torch.Tensor, kernels: ModuleType, scale: float) -> None:
+    """Choose the coefficients of each batch row and start its EMA, by the remembered prompt queries. Rows with fewer
+    than 8 of them keep the default and an empty prior. No wait for the device."""
     plan, memory = layer.plan, layer.memory
-    batch, heads, blocks = scores[0].shape
-    candidates = torch.tensor(GRID, dtype=torch.float32, device=valid.device)
+    raw = prompt_scores(layer, valid, start, kernels, scale)
+    batch, _, blocks = raw.shape[1:]
+    candidates = _to(GRID, torch.float32, raw.device)
     ema = candidates.repeat_interleave(batch, dim=0)  # [C * B, 3], candidate-major
-    level = torch.full((len(ema), heads, blocks), float("nan"), device=valid.device)
-    trend = torch.zeros_like(level)
-    rate = torch.zeros(len(ema), device=valid.device)
-    heads_seen = torch.zeros(batch, device=valid.device)
-    for index, raw in enumerate(scores):
-        importance = kernels.normalise(raw)
-        winners = top_blocks(kernels, raw, plan.free_blocks)
-        repeated = importance.repeat(len(candidates), 1, 1)
-        if index:
-            predicted = top_blocks(kernels, kernels.ema_predict(level, trend, ema), min(plan.predicted_blocks, blocks))
-            hits, seen = hit_weights(predicted, winners.repeat(len(candidates), 1, 1), repeated, kernels)
-            rate, heads_seen = rate + hits, heads_seen + seen[:batch]
-        level, trend = kernels.ema_update(level, trend, repeated, ema)
-    best = (rate.view(-1, batch) / heads_seen.clamp(min=1)).argmax(dim=0)
-    chosen = best * batch + torch.arange(batch, device=valid.device)
-    enough = valid[:, memory.columns].sum(dim=1) >= MIN_QUERIES
+    predicted, level, trend = _predictions(raw, ema, min(plan.predicted_blocks, blocks), kernels)
+    winners = top_blocks(kernels, raw.flatten(0, 1), plan.free_blocks).unflatten(0, raw.shape[:2])
+    if len(raw) > 1:
+        rates = hit_rates(
+            predicted.unflatten(1, (-1, batch)), winners[1:], kernels.normalise(raw[1:]), kernels
+        )  # equal ones differ in how they were summed
+        best = (rates * 2**20).round().argmax(dim=0)
+    else:
+        best = torch.zeros(batch, dtype=torch.int64, device=raw.device)
+    chosen = best * batch + torch.arange(batch, device=raw.device)
+    enough = valid[:, _to(memory.columns, torch.int64, raw.device)].sum(dim=1) >= MIN_QUERIES
     known = enough[:, None, None]
     memory.start(
         torch.where(enough[:, None], ema[chosen], candidates[0]),
         Prior(
-            torch.where(known, winners, -1),
+            torch.where(known, winners[-1], -1),
             torch.where(known, level[chosen], float("nan")),
             torch.where(known, trend[chosen], 0.0),
         ),
     )
+
+
+def calibrate_beside(layer: SparseLayer, tokens: Tokens, kernels: ModuleType, scale: float) -> None:
+    """`calibrate`, and the summaries that it reads, on a stream of its own: the prompt's later layers go on meanwhile.
+    The layer's next forward waits for it."""
+    grid = tokens.on(layer.keys.device)
+    with layer.beside(grid) as mine:
+        layer.summarise(kernels, mine)
+        calibrate(layer, mine.valid, mine.start, kernels, scale)

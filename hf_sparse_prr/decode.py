@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .blocks import rope_blocks
-from .calibration import calibrate, prompt_scores
+from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
 from .ops import traceable
@@ -170,8 +170,7 @@ class BlockAttention:
     def calibrate(self) -> None:
         """By the remembered prompt queries, if there are any that haven't been used."""
         if self.layer.memory.uncalibrated:
-            scores = prompt_scores(self.layer, self.token.valid, self.token.start, self.kernels, self.scale)
-            calibrate(self.layer, self.token.valid, scores, self.kernels)
+            calibrate(self.layer, self.token.valid, self.token.start, self.kernels, self.scale)
 
     def speculate(self, early: torch.Tensor) -> "Partials":
         return self.kernels.block_partials(*self._data, early, self.token.end, **self._how)

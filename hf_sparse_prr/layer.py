@@ -2,6 +2,7 @@
 and prediction need beside them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .config import LayerPlan
 from .mixed import check_states
+from .overlap import side_of
 from .predictor import Memory, Prior
 from .selectors import SELECTORS, Columns, Summaries
 from .tokens import Grid
@@ -45,6 +47,7 @@ class SparseLayer(CacheLayerMixin):
         self.summaries: Summaries = ()
         self.summarised = 0  # columns that the summaries cover
         self.memory = Memory()
+        self._event: torch.cuda.Event | None = None  # of what runs beside the prompt
 
     @property
     def capacity(self) -> int:
@@ -91,12 +94,42 @@ class SparseLayer(CacheLayerMixin):
         if self.max_length is not None and length > self.max_length:
             raise ValueError(f"cache: expected at most max_length={self.max_length} tokens, got {length}")
 
+    @contextmanager
+    def beside(self, grid: Grid) -> Iterator[Grid]:
+        """What runs in it may read the layer and the copy of `grid` that it is given, and write its summaries and
+        memory, beside what comes after: on CUDA on a stream that `settle` waits for."""
+        if self.keys.device.type != "cuda":
+            yield grid
+            return
+        self.settle()
+        main = torch.cuda.current_stream(self.keys.device)
+        side = side_of(main, "prompt")
+        mine = Grid(*(tensor.clone() for tensor in grid))  # theirs change with the next token
+        side.wait_stream(main)
+        queries = self.memory.queries
+        for tensor in (*mine, self.keys, *self.summaries, *([] if queries is None else [queries])):
+            tensor.record_stream(side)  # a cache may go before it ends
+        with torch.cuda.stream(side):
+            yield mine
+        self._event = side.record_event()
+
+    def settle(self) -> None:
+        """Before anything else reads or writes the layer: what runs beside the prompt comes first."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.keys.device).wait_event(self._event)
+            self._event = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return self.__dict__
+
     @writes
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append, and return all K/V: views of the columns in use, or with `max_length` the whole buffers."""
         self.check(key_states, value_states)
+        self.settle()
         begin, end = self.length, self.length + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -205,6 +238,7 @@ class SparseLayer(CacheLayerMixin):
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if not self.is_initialized:
             return
+        self.settle()
         self.keys, self.values = change(self.keys), change(self.values)
         self.summaries = tuple(change(tensor) for tensor in self.summaries)
         self.memory.map(change)

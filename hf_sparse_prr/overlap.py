@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,9 +14,10 @@ import torch
 _LOCAL = threading.local()
 
 
-def _side_of(main: torch.cuda.Stream) -> torch.cuda.Stream:
-    sides: dict[tuple[torch.device, int], torch.cuda.Stream] = _LOCAL.__dict__.setdefault("sides", {})
-    key = (main.device, main.cuda_stream)
+def side_of(main: torch.cuda.Stream, purpose: str = "step") -> torch.cuda.Stream:
+    """The stream beside `main` for a purpose: one that is waited for late is in the way of no other."""
+    sides: dict[tuple[Any, ...], torch.cuda.Stream] = _LOCAL.__dict__.setdefault("sides", {})
+    key = (main.device, main.cuda_stream, purpose)
     if key not in sides:
         sides[key] = torch.cuda.Stream(main.device)
     return sides[key]
@@ -33,7 +35,7 @@ class Overlap:
         self._forked = False
         if device.type == "cuda" and not torch.compiler.is_compiling():
             self._main = torch.cuda.current_stream(device)
-            self._side = _side_of(self._main)
+            self._side = side_of(self._main)
 
     @contextmanager
     def beside(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_sparse_prr.budget import choose
 from hf_sparse_prr.cache import SparseCache
+from hf_sparse_prr.calibration import calibrate_beside
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
 from hf_sparse_prr.fused import is_norm
@@ -248,8 +249,10 @@ class SparseGQA(_Attention):
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
             )
         if sparse and cache.layers[self.layer_idx].plan.calibrates and step.first_decode:
-            prompt = query[:, :, : step.first_decode].unflatten(1, (heads, -1))
-            cache.layers[self.layer_idx].memory.remember(prompt, step.begin)
+            layer, kernels = cache.layers[self.layer_idx], self.binding.handle.kernels.module
+            layer.memory.remember(query[:, :, : step.first_decode].unflatten(1, (heads, -1)), step.begin)
+            if cache.ends_prompt(step) and cache.tokens.any_longer(step.begin + step.first_decode, plan.fits):
+                calibrate_beside(layer, cache.tokens, kernels, self.scaling)
         for column in selecting:
             grouped = query[:, :, column - step.begin].unflatten(1, (heads, -1))
             is_prompt = column < step.begin + step.first_decode

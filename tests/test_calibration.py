@@ -1,14 +1,17 @@
 """The coefficients that calibration chooses are those a plain loop over the grid finds best."""
 
 import copy
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import SPARSE, TOLERANCE, left_pad, prompt, tiny_llama
 
-from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr import SparseCache, calibration, patch_model
 from hf_sparse_prr.calibration import GRID, prompt_scores
 from hf_sparse_prr.config import DEFAULT_EMA
+from hf_sparse_prr.kernel_loader import resolve
 
 pytestmark = pytest.mark.compat
 PRR = dict(SPARSE, speculate=True, budget=96)  # 3 blocks by score
@@ -155,10 +158,11 @@ def test_every_prompt_calibrates_anew_and_copies_carry_it():
         for held in (cache, twin):
             decode_one(model, held)
         assert torch.equal(cache.layers[1].memory.ema, twin.layers[1].memory.ema)
-        cache.prompt_length = 241
+        cache.prompt_length, before = 241, cache.layers[1].memory.prior
         with torch.no_grad():
             model(prompt(40, seed=4), past_key_values=cache)
-        assert cache.layers[1].memory.uncalibrated and cache.layers[1].memory.columns == list(range(209, 241))
+        assert cache.layers[1].memory.columns == list(range(209, 241))
+        assert cache.layers[1].memory.prior is not before  # as the prompt ended
 
 
 def test_given_coefficients_are_used_and_nothing_is_kept():
@@ -168,3 +172,72 @@ def test_given_coefficients_are_used_and_nothing_is_kept():
         decode_one(model, cache)
         assert cache.layers[0].memory.queries is None
         assert handle.stats()["ema"] == (0.6, 0.2, 0.5)
+
+
+def test_the_prompts_end_calibrates_and_a_loop_of_ones_own_at_its_first_token():
+    model = tiny_llama()
+    with patch_model(model, **PRR):
+        cache = prefill(model, prompt(200))
+        assert all(layer.memory.prior is not None and layer.summarised == 200 for layer in cache.layers)
+        with torch.no_grad():
+            loop = SparseCache(model)
+            model(prompt(200), past_key_values=loop)
+            assert all(layer.memory.prior is None and layer.memory.uncalibrated for layer in loop.layers)
+        for held in (cache, loop):
+            decode_one(model, held)
+        for one, two in zip(cache.layers, loop.layers, strict=True):
+            assert torch.equal(one.memory.ema, two.memory.ema)
+            assert torch.equal(one.memory.prior.level.nan_to_num(7.0), two.memory.prior.level.nan_to_num(7.0))
+
+
+def test_a_prompt_that_fits_is_calibrated_when_a_token_selects():
+    model = tiny_llama()
+    with patch_model(model, **dict(PRR, budget=192)) as handle:
+        out = model.generate(prompt(185), max_new_tokens=20, do_sample=False)
+        assert out.shape[1] == 205 and all(layer["ema"] in GRID for layer in handle.stats()["layers"])
+
+
+def test_hit_rates_are_the_same_in_parts(monkeypatch):
+    torch.manual_seed(0)
+    predicted = torch.randint(0, 40, (7, 5, 2, 3, 6), dtype=torch.int32)
+    winners = torch.randint(-1, 40, (7, 2, 3, 4), dtype=torch.int32)
+    importance = torch.rand(7, 2, 3, 40)
+    kernels = resolve("reference").module
+    whole = calibration.hit_rates(predicted, winners, importance, kernels)
+    monkeypatch.setattr(calibration, "_AT_ONCE", 1)
+    torch.testing.assert_close(calibration.hit_rates(predicted, winners, importance, kernels), whole)
+    for candidate in range(5):
+        for row in range(2):
+            rates = []
+            for query in range(7):
+                for head in range(3):
+                    chosen = [block for block in winners[query, row, head].tolist() if block >= 0]
+                    weights = importance[query, row, head]
+                    total = sum(float(weights[block]) for block in chosen)
+                    guess = predicted[query, candidate, row, head].tolist()
+                    if total > 0:
+                        rates.append(sum(float(weights[block]) for block in chosen if block in guess) / total)
+            assert float(whole[candidate, row]) == pytest.approx(sum(rates) / len(rates), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda cache, model: decode_one(model, cache),
+        lambda cache, model: cache.reorder_cache(torch.tensor([0])),
+        lambda cache, model: cache.batch_repeat_interleave(2),
+        lambda cache, model: copy.deepcopy(cache),
+        lambda cache, model: pickle.dumps(cache),
+    ],
+    ids=["forward", "reorder", "repeat", "copy", "pickle"],
+)
+@pytest.mark.skipif(torch.get_default_device().type == "cuda", reason="pretends to wait")
+def test_what_runs_beside_the_prompt_is_waited_for(verb, monkeypatch):
+    waited, model = [], tiny_llama()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    with patch_model(model, **PRR):
+        cache = prefill(model, prompt(200))
+        for index, layer in enumerate(cache.layers):
+            layer._event = index
+        verb(cache, model)
+        assert waited == [0, 1, 2] and all(layer._event is None for layer in cache.layers)

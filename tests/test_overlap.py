@@ -20,17 +20,17 @@ def main(number, index=0):
 
 
 def test_a_main_stream_keeps_its_side():
-    assert overlap._side_of(main(7)) is overlap._side_of(main(7))
+    assert overlap.side_of(main(7)) is overlap.side_of(main(7))
 
 
 def test_other_streams_and_other_devices_have_others():
-    assert len({id(overlap._side_of(each)) for each in (main(7), main(8), main(7, index=1))}) == 3
+    assert len({id(overlap.side_of(each)) for each in (main(7), main(8), main(7, index=1))}) == 3
 
 
 def test_other_threads_have_others():
     """A shared one's memory, freed by a thread, could be given to the other while the main stream still reads it."""
-    found = [overlap._side_of(main(0))]
-    thread = threading.Thread(target=lambda: found.append(overlap._side_of(main(0))))
+    found = [overlap.side_of(main(0))]
+    thread = threading.Thread(target=lambda: found.append(overlap.side_of(main(0))))
     thread.start()
     thread.join()
     assert found[0] is not found[1]
