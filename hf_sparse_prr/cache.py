@@ -68,6 +68,7 @@ class SparseCache(Cache):
         self._step: Step | None = None
         self.budget: Budget | None = None  # what its layers speculate on, where that is left to a profile
         self.budget_for: tuple[torch.device, int] | None = None  # device and batch rows that a profile was asked for
+        self.in_compiled = False  # a compiled decode step is running (compiled.py)
         self.on_device = False  # a decode step that reads lengths on the device alone is running (graph.py)
         if handle is not None:
             self.adopt(handle.config)
@@ -163,14 +164,18 @@ class SparseCache(Cache):
         keys, values = layer.update(key_states, value_states)
         if layer_idx == self.leader:
             self.tokens.commit(step, key_states.shape[0], layer.capacity, key_states.device)
-            self.decode_columns.extend(range(step.begin + step.first_decode, step.begin + step.count))
-            self._step = step
+            self.told(step)
             self._undo.forget()
             if config is not None:
                 self.adopt(config)
         if step.changed:
             layer.forget_blocks()
         return keys, values
+
+    def told(self, step: Step) -> None:
+        """`step` was appended to the leader."""
+        self.decode_columns.extend(range(step.begin + step.first_decode, step.begin + step.count))
+        self._step = step
 
     @writes
     def update(

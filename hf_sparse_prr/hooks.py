@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationMixin
 
 from .cache import SparseCache
+from .compiled import CompiledCall, why_not
 from .graph import decode_graph
 
 if TYPE_CHECKING:
@@ -108,9 +109,19 @@ class PrepareCacheHook(_Hook):
             asks = any(getattr(each, name, None) for each in (generation_config, model.config) for name in outputs)
             asks = asks or any(map(model_kwargs.get, outputs))
             tokens = None if length is None else max_cache_length - length
-            undone.enter_context(decode_graph(self.handle, given, tokens, asks))
-            # A step reads host numbers, so a compiled one would be compiled anew for each token
-            generation_config.disable_compile = True
+            wanted = not asks and model._valid_auto_compile_criteria(model_kwargs, generation_config)
+            if not wanted or why_not(self.handle, given, copies) is not None:
+                generation_config.disable_compile = True
+                undone.enter_context(decode_graph(self.handle, given, tokens, asks))
+
+
+class CompiledCallHook(_Hook):
+    """What generate() compiles checks its tokens first and tells the cache after them."""
+
+    __name__ = "get_compiled_call"
+
+    def __call__(self, compile_config: Any) -> Any:
+        return CompiledCall(self.handle, self._stock()(compile_config))
 
 
 class MaskHook:
@@ -131,4 +142,8 @@ class MaskHook:
         return args, {**kwargs, "attention_mask": {self.name: mask}}
 
 
-HOOKS: dict[str, type[_Hook]] = {"generate": GenerateHook, "_prepare_cache_for_generation": PrepareCacheHook}
+HOOKS: dict[str, type[_Hook]] = {
+    "generate": GenerateHook,
+    "_prepare_cache_for_generation": PrepareCacheHook,
+    "get_compiled_call": CompiledCallHook,
+}

@@ -96,6 +96,7 @@ class PatchHandle:
     def _start(self) -> None:
         self.recorder = Recorder(self.plans, self.config)
         self.graphs = GraphReport()
+        self.compiled = 0  # decode tokens that ran compiled
         self.profiles: dict[Key, Profile | None] = {}  # that were asked for
         self.budget: Budget | None = None  # of the cache that ran last
         self.warnings: dict[str, str] = {}
@@ -207,6 +208,8 @@ class PatchHandle:
             notes.append(f"the model's indexer decides what these are about, they have no effect: {', '.join(idle)}")
         if self.graphs.captured or self.graphs.reason or self.graphs.beside:
             notes.append(str(self.graphs))
+        if self.compiled:
+            notes.append(f"{self.compiled} decode steps ran as generate() compiles them, where nothing is predicted")
         if self.config.semantics == "superset":
             predicts = any(plan.predicted_blocks for plan in self.plans)
             what = "predicted blocks are attended to as well, outputs differ from serial"

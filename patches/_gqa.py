@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_sparse_prr.budget import choose
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.calibration import calibrate_beside
+from hf_sparse_prr.compiled import attend
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
 from hf_sparse_prr.fused import is_norm
@@ -70,6 +71,10 @@ class SparseGQA(_Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
+        given = past_key_values if cache is None else cache
+        if isinstance(given, SparseCache) and given.in_compiled:
+            assert attention_mask is not None
+            return attend(self, hidden_states, position_embeddings, attention_mask, given), None
         cache = self.given_cache(cache, past_key_values, kwargs)
         if not isinstance(cache, SparseCache):
             self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
