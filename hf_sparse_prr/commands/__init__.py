@@ -2,7 +2,7 @@
 
 import typer
 
-from hf_sparse_prr.commands import bench, doctor, generate, profile, tune
+from hf_sparse_prr.commands import ablation, bench, doctor, generate, profile, tune
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -22,4 +22,5 @@ app.command()(generate.generate)
 app.command()(doctor.doctor)
 app.command()(tune.tune)
 app.command()(profile.profile)
+bench.bench.command()(ablation.ablation)
 app.add_typer(bench.bench, name="bench")
