@@ -20,7 +20,6 @@ from .bench_problem import Case, Problem, cold_layers, predicted_at
 from .bench_segment import check_arguments, history
 from .bench_stages import Works
 from .bench_time import Call, Captured, Taken, in_turns
-from .overlap import Overlap
 
 SETTINGS = ("serial", "S1", "S2", "S3", "exact")
 _MISS, _HIT = "S1, another selection", "S1, the same selection"  # the two ways that S1 may go
@@ -52,17 +51,7 @@ class Ablation:
 
     def _overlapped(self, predicted: Sequence[torch.Tensor], then: Callable[..., torch.Tensor]) -> Call:
         """`then` (layer, selected, early, partials), after the selection and the attention beside it."""
-        early = self._early(predicted)
-
-        def call(index: int) -> torch.Tensor:
-            overlap = Overlap(self.problem.device)
-            with overlap.beside():
-                partials = self.works.partials(index, early[index])
-            selected = self.works.select(index)
-            overlap.join()
-            return then(index, selected, early[index], partials)
-
-        return call
+        return self.works.beside(self._early(predicted), then)
 
     def _union(self, index: int, selected: torch.Tensor, early: torch.Tensor, partials: Any) -> torch.Tensor:
         kernels = self.kernels
@@ -74,7 +63,7 @@ class Ablation:
         """fp32 [B, H, G, D] a call, by setting; S1 as its two ways."""
         merge = self.kernels.merge_partials
         return {
-            "serial": lambda index: self.works.attended(index, self.works.select(index)),
+            "serial": self.works.serial,
             _MISS: self._overlapped(self._last, lambda index, selected, *_: self.works.attended(index, selected)),
             _HIT: self._overlapped(self._last, lambda index, selected, early, partials: merge(partials)),
             "S2": self._overlapped(self._last, self._union),

@@ -1,8 +1,9 @@
-"""Measure a profile: what selection, speculation, repair and whole decode steps of a layer take, by context, spec_ratio
+"""Measure a profile: what selection, speculation, repair and all of them together take, a layer, by context, spec_ratio
 and hit rate. Nothing is timed before its bits were seen to be those of serial decoding."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,68 +12,17 @@ import torch
 
 from .bench import machine, measured_kernels
 from .bench_exact import check_bits
-from .bench_problem import Case, Problem, cold_layers, predicted_at
+from .bench_problem import Problem, cold_layers, predicted_at
 from .bench_segment import check_arguments, history
 from .bench_stages import Works
 from .bench_time import Call, Captured, in_turns
-from .config import DEFAULT_EMA, LayerPlan
-from .decode import Token, decode_token
-from .predictor import Expected, Memory, Prior
+from .config import LayerPlan
 from .profile import At, Cell, Key, Profile
-from .report import Statistics
 
 CONTEXTS = tuple(2**power for power in range(12, 20))  # 4K .. 512K
 RATIOS = (0.5, 0.75, 1.0, 1.5, 2.0)
 HITS = (1.0, 0.95, 0.8, 0.5, 0.0)  # of what the ratio has room for
 STEPS = 3  # decoded tokens, of which the last is timed
-
-
-class Steps:
-    """Whole decode steps over a problem's layers, each from the state before its last token."""
-
-    def __init__(self, problem: Problem, cases: Sequence[Case], token: Token) -> None:
-        self.problem, self.cases, self.token = problem, cases, token
-        self._counters = Statistics(1)
-
-    def serial(self) -> Call:
-        """fp32 [B, H, G, D] a call."""
-        priors = [Prior(self._winners(case)) for case in self.cases]
-        return self._call(self.problem.plans["serial"], priors)
-
-    def prr(self, ratio: float, hit_rate: float) -> Call:
-        """As `serial`, with floor(ratio * free blocks) predictions that hit that share of the selected ones."""
-        plan = at_ratio(self.problem.plans["prr"], ratio)
-        priors = []
-        for index, case in enumerate(self.cases):
-            level = self.problem.kernels.normalise(case.selection.scores)
-            expected = self.expected(index, plan, hit_rate)
-            priors.append(Prior(self._winners(case), level, torch.zeros_like(level), expected))
-        return self._call(plan, priors)
-
-    def expected(self, index: int, plan: LayerPlan, hit_rate: float) -> Expected:
-        """What the layer at `index` predicts."""
-        free, scores = self.cases[index].selection.free, self.cases[index].selection.scores
-        predicted = predicted_at(hit_rate, free, scores, index, min(plan.predicted_blocks, scores.shape[2]))
-        forced = self.token.forced.expand(-1, free.shape[1], -1)
-        return Expected(torch.cat([forced, predicted], dim=2), predicted)
-
-    def _winners(self, case: Case) -> torch.Tensor:
-        assert case.hint is not None
-        return case.hint
-
-    def _call(self, plan: LayerPlan, priors: Sequence[Prior]) -> Call:
-        problem = self.problem
-        ema = torch.tensor([DEFAULT_EMA], device=problem.device).repeat(self.cases[0].query.shape[0], 1)
-
-        def call(index: int) -> torch.Tensor:
-            case = self.cases[index]
-            layer = case.layer
-            layer.plan, layer.memory = plan, Memory()
-            layer.memory.prior, layer.memory.ema = priors[index], ema
-            given = (case.query, self.token, problem.kernels, problem.scale, self._counters, False)
-            return decode_token(layer, 0, *given)[0]
-
-        return call
 
 
 def at_ratio(plan: LayerPlan, ratio: float) -> LayerPlan:
@@ -95,6 +45,25 @@ def _timed(
     return captured.timed(rounds).us
 
 
+class Predictions:
+    """What a layer at a context attends to early, by ratio and hit rate."""
+
+    def __init__(self, works: Works) -> None:
+        self.works = works
+
+    def early(self, ratio: float, hit_rate: float) -> list[torch.Tensor]:
+        """Of each layer, int32 [B, H, F + P]: forced blocks, then floor(ratio * free blocks) predictions that hit that
+        share of the selected ones."""
+        return [self._of(index, at_ratio(self.works.plan, ratio), hit_rate) for index in range(len(self.works.cases))]
+
+    def _of(self, index: int, plan: LayerPlan, hit_rate: float) -> torch.Tensor:
+        selection = self.works.cases[index].selection
+        slots = min(plan.predicted_blocks, selection.scores.shape[2])
+        predicted = predicted_at(hit_rate, selection.free, selection.scores, index, slots)
+        forced = self.works.token.forced.expand(-1, predicted.shape[1], -1)
+        return torch.cat([forced, predicted], dim=2)
+
+
 def _measure(
     problem: Problem, ratios: Sequence[float], rounds: int, progress: Callable[[str, int, int | None], None]
 ) -> At:
@@ -102,10 +71,8 @@ def _measure(
     layers, device, name = len(problem.layers), problem.device, f"{problem.context} tokens"
     progress(f"{name}: exactness", 0, None)
     cases, token, _ = history(problem, (1.0,))
-    works, steps = (
-        Works(cases, token, problem.plans["prr"], problem.kernels, problem.scale),
-        Steps(problem, cases, token),
-    )
+    works = Works(cases, token, problem.plans["prr"], problem.kernels, problem.scale)
+    predictions = Predictions(works)
     done, total = 0, 2 + len(ratios) * (1 + 2 * len(HITS))
 
     def timed(call: Call, what: str, expected: torch.Tensor | None = None) -> float:
@@ -115,21 +82,23 @@ def _measure(
         return _timed(call, layers, device, rounds, expected, f"{what} at {name}")
 
     select = timed(works.select, "selection")
-    serial = steps.serial()
-    expected = serial(0)
-    times = select, timed(serial, "a serial step", expected)
+    expected = works.serial(0)
+    serial = timed(works.serial, "serial", expected)
     speculate, cells = {}, []
     for ratio in ratios:
-        plan = at_ratio(problem.plans["prr"], ratio)
-        early = [steps.expected(index, plan, min(ratio, 1.0)).early for index in range(layers)]
-        speculate[ratio] = timed(lambda index, early=early: works.partials(index, early[index]), "speculation")  # type: ignore[misc]
+        early = predictions.early(ratio, min(ratio, 1.0))
+        speculate[ratio] = timed(partial(_speculate, works, early), "speculation")
         for share in HITS:
             hit = share * min(ratio, 1.0)
-            early = [steps.expected(index, plan, hit).early for index in range(layers)]
+            early = predictions.early(ratio, hit)
             repair = timed(works.repair(early), "repair")
-            step = timed(steps.prr(ratio, hit), f"a step of PRR, spec_ratio {ratio:g}, hits {hit:g}", expected)
-            cells.append(Cell(ratio, hit, repair, step))
-    return At(problem.context, *times, speculate, tuple(cells))
+            what = f"PRR, spec_ratio {ratio:g}, hits {hit:g},"
+            cells.append(Cell(ratio, hit, repair, timed(works.prr(early), what, expected)))
+    return At(problem.context, select, serial, speculate, tuple(cells))
+
+
+def _speculate(works: Works, early: Sequence[torch.Tensor], index: int) -> Any:
+    return works.partials(index, early[index])
 
 
 @torch.no_grad()

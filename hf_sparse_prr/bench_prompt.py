@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from .bench import filled
 from .bench_exact import ExactnessError, check_bits
@@ -23,6 +23,16 @@ def _check_ids(what: str, got: torch.Tensor, expected: torch.Tensor, of: str) ->
         raise ExactnessError(f"{what}: expected the ids of {of}, got others from token {at} of row {row} on")
 
 
+def _rewind(cache: Any, count: int) -> None:
+    """Drop the last tokens. A StaticCache of transformers 5.17 can't by itself."""
+    if isinstance(cache, StaticCache):
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.cumulative_length.sub_(count)
+    else:
+        cache.crop(-count)
+
+
 class Prompt:
     """Random ids [batch, context] that a model continues.
 
@@ -34,6 +44,7 @@ class Prompt:
         self.model, self.context, self.batch, self.computed = model, context, batch, computed
         self.many = FEW + new_tokens
         self._timed = Timer(model.device)
+        self._compiles = False  # what is generated with just now
         torch.manual_seed(0)
         self._ids = torch.randint(model.config.vocab_size, (batch, context + 1), device=model.device)
 
@@ -55,6 +66,7 @@ class Prompt:
     def _generate(self, cache: Any, ids: torch.Tensor, count: int, logits: bool = False) -> Any:
         """Ids [batch, tokens + count], and if they are asked for the logits of each new one."""
         options: dict[str, Any] = {cache_argument(): cache, "max_new_tokens": count, "do_sample": False}
+        options["disable_compile"] = not self._compiles
         return self.model.generate(ids, output_logits=logits, return_dict_in_generate=True, **options)
 
     def _prefilled(self, new_cache: Callable[[], Any]) -> tuple[Any, torch.Tensor, float | None]:
@@ -69,6 +81,15 @@ class Prompt:
             cache = new_cache()
             ms, out = self._timed(self._generate, cache, self._ids[:, :-1], 1)
         return cache, out.sequences, ms
+
+    def _cache_of(self, name: str, handle: PatchHandle | None) -> Callable[[], Any]:
+        """What makes the caches of a setting."""
+        model, room = self.model, self.context + self.many + 1
+        if handle is not None:
+            return lambda: SparseCache(model, max_length=room if name == "preallocated" else None)
+        if name in ("static", "compiled"):
+            return lambda: StaticCache(config=model.config, max_cache_len=room)
+        return lambda: DynamicCache(config=model.config)
 
     def measure(
         self, name: str, handle: PatchHandle | None, same: tuple[str, Any] | None, rounds: int,
@@ -85,12 +106,12 @@ class Prompt:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(model.device)
         progress(0, rounds + 1)
-        new_cache = (lambda: SparseCache(model)) if handle else (lambda: DynamicCache(config=model.config))
+        new_cache, self._compiles = self._cache_of(name, handle), name in ("compiled", "preallocated")
         cache, ids, prompt_ms = self._prefilled(new_cache)
 
         def call(count: int, logits: bool = False) -> tuple[float, Any]:
             ms, out = self._timed(self._generate, cache, ids, count, logits)
-            cache.crop(-count)
+            _rewind(cache, count)
             return ms, out
 
         _, out = call(self.many, logits=True)

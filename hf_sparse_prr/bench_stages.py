@@ -118,6 +118,27 @@ class Works:
         """Attention over each of the blocks."""
         return self._partials(self.cases[index], blocks)
 
+    def serial(self, index: int) -> torch.Tensor:
+        """Scores, selection and attention, one after the other."""
+        return self.attended(index, self.select(index))
+
+    def prr(self, early: Sequence[torch.Tensor]) -> Call:
+        """The same with attention over `early` of each layer beside the selection, and the rest after it."""
+        return self.beside(early, self.merged)
+
+    def beside(self, early: Sequence[torch.Tensor], then: Callable[..., torch.Tensor]) -> Call:
+        """`then` (layer, selected, early, partials), after the selection and the attention beside it."""
+
+        def call(index: int) -> torch.Tensor:
+            overlap = Overlap(self.cases[index].query.device)
+            with overlap.beside():
+                partials = self.partials(index, early[index])
+            selected = self.select(index)
+            overlap.join()
+            return then(index, selected, early[index], partials)
+
+        return call
+
     def attended(self, index: int, selected: torch.Tensor) -> torch.Tensor:
         """Attention over the blocks, as serial has it."""
         return self._attend(self.cases[index], selected)

@@ -1,5 +1,6 @@
 """Time whole tokens of generate(), of a model of a published shape with random weights: stock on a DynamicCache, serial
-sparse, PRR, and on a GPU serial without CUDA graphs. No setting is timed before its tokens were seen to be right."""
+sparse, PRR, and on a GPU serial without CUDA graphs; if they are named also stock on a StaticCache, compiled or not,
+ours compiled, and speculation as the profile has it. No setting is timed before its tokens were seen to be right."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,10 +21,18 @@ from .shapes import shape as shape_named
 
 SETTINGS: dict[str, dict[str, Any]] = {  # what each patches the model with, and in which order they are measured
     "dense": {},
+    "static": {},
+    "compiled": {},
     "serial": dict(speculate=False),
     "prr": dict(speculate=True),
     "eager": dict(speculate=False, cuda_graph=False),
+    "auto": dict(speculate="auto"),
+    "preallocated": dict(speculate=False),
 }
+USUAL = ("dense", "serial", "prr", "eager")  # if none are named
+STOCK = ("dense", "static", "compiled")
+_ON_GPU = ("eager", "compiled", "preallocated")  # what it takes a GPU for: graphs, and generate()'s own compiling
+_ROUNDED = (*STOCK, "preallocated")  # other kernels, or others around them: within rounding
 LONGEST = 2**20  # tokens of a context
 
 
@@ -37,12 +46,12 @@ def check_arguments(
             raise ValueError(f"context: expected 1 .. {LONGEST} tokens, got {context}")
     if layers is not None and not 1 <= layers <= sizes.layers:
         raise ValueError(f"layers: expected 1 .. {sizes.layers}, as {shape} has, got {layers}")
-    there = [name for name in SETTINGS if on_gpu or name != "eager"]
+    there = [name for name in SETTINGS if on_gpu or name not in _ON_GPU]
     for name in settings or ():
         if name not in there:
-            graphs = "" if on_gpu else ", and eager on a GPU, where there are graphs"
-            raise ValueError(f"settings: expected some of {', '.join(there)}{graphs}, got {name!r}")
-    return sizes, [name for name in there if settings is None or name in settings]
+            more = "" if on_gpu else f", and {', '.join(_ON_GPU)} on a GPU"
+            raise ValueError(f"settings: expected some of {', '.join(there)}{more}, got {name!r}")
+    return sizes, [name for name in there if name in (settings or USUAL)]
 
 
 def _weight_bytes(model: Any) -> int:
@@ -60,7 +69,7 @@ def _measure(
     model, weights, bandwidth = prompt.model, _weight_bytes(prompt.model), bandwidth_of(prompt.model.device)
     fits = prompt.context + prompt.many <= SparseConfig(**chosen).plan([""])[-1].fits
     is_stock = fits and model.device.type == "cpu" and model.dtype == torch.float32  # on a GPU it is within rounding
-    alike = [name for name in names if is_stock or name != "dense"]
+    alike = [name for name in names if name not in _ROUNDED or (is_stock and name == "dense")]
     rows: dict[str, Any] = {}
     known = None
     for name in names:
@@ -68,11 +77,12 @@ def _measure(
         def at(done: int, total: int, name: str = name) -> None:
             progress(f"{prompt.context} tokens: {name}", done, total)
 
-        with nullcontext() if name == "dense" else patch_model(model, **chosen, **SETTINGS[name]) as handle:
+        with nullcontext() if name in STOCK else patch_model(model, **chosen, **SETTINGS[name]) as handle:
             row, given = prompt.measure(name, handle, known if name in alike else None, rounds, at)
             read = prompt.read_bytes(handle)
             row["hit_rate"] = handle.stats()["hit_rate"] if handle else None
             row["graphs"] = asdict(handle.graphs) if handle else None
+            row["choice"] = str(handle.budget) if handle and handle.budget else None
         if known is None and name in alike:
             known = name, given
         row["weight_bytes"], row["cache_bytes"] = weights, read
@@ -109,11 +119,12 @@ def bench_token(
     it alone. With `prefill` that call computes the prompt, once after one that warmed up.
 
     "floor_share": of the time, what weights, and K/V and summaries that the setting reads, take at the data sheet's
-    bandwidth.  "peak_bytes": of tensors on the GPU, weights and prompt among them.
+    bandwidth.  "choice": of the profile, in the setting "auto".  "peak_bytes": of tensors on the GPU,
+    weights and prompt among them.
 
     Args:
         layers: of the model, by default all.
-        settings: of SETTINGS, by default all that the device has.
+        settings: of SETTINGS, by default those of USUAL that the device has.
         kernels: as in `SparseConfig`; only "auto" may fall back, which "kernels" of the result says.
         progress: called with (stage, done, total or None).
 

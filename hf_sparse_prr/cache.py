@@ -13,6 +13,7 @@ from .config import SparseConfig, is_int
 from .indexed import IndexedLayer, indexer_of
 from .layer import SparseLayer, writes
 from .mixed import Undo, check_crop, check_states, kinds_of, leader_of, other_layers
+from .overlap import Late
 from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class SparseCache(Cache):
         self.budget: Budget | None = None  # what its layers speculate on, where that is left to a profile
         self.budget_for: tuple[torch.device, int] | None = None  # device and batch rows that a profile was asked for
         self.in_compiled = False  # a compiled decode step is running (compiled.py)
+        self.late: Late | None = None  # what a step on the device leaves running beside it
         self.on_device = False  # a decode step that reads lengths on the device alone is running (graph.py)
         if handle is not None:
             self.adopt(handle.config)

@@ -10,7 +10,7 @@ from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
 from .ops import traceable
-from .overlap import Overlap
+from .overlap import Late, Overlap
 from .predictor import Expected, Prior
 from .report import Statistics, TraceEntry
 from .selectors import SELECTORS, Scope
@@ -195,10 +195,13 @@ class BlockAttention:
 
 
 def decode_step(
-    attention: Any, layer_idx: int, statistics: Statistics, trace: bool
+    attention: Any, layer_idx: int, statistics: Statistics, trace: bool, late: Late | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Predict, speculate beside the selection, repair and merge, and remember: `BlockAttention` or another class of its
-    methods says how. Returns its result and the ids attended to, int32 [B, H, K]."""
+    methods says how. Returns its result and the ids attended to, int32 [B, H, K].
+
+    late: joins what is remembered, if the caller does that later.
+    """
     layer, token, kernels = attention.layer, attention.token, attention.kernels
     plan, like = layer.plan, token.forced
     batch, device = token.valid.shape[0], token.valid.device
@@ -233,7 +236,10 @@ def decode_step(
             numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, attention.end
         )
     output = attention.repair(attended, early, speculative)
-    overlap.join()
+    if late is None:
+        overlap.join()
+    else:
+        late.leave(overlap, selection, early, predicted)
     if trace:
         free = selection.free
         missed = kernels.ascending(free.masked_fill(kernels.slots_of(free, predicted) >= 0, -1))
@@ -251,18 +257,19 @@ def decode_token(
     scale: float,
     statistics: Statistics,
     trace: bool,
+    late: Late | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse attention of one query token; the layer's K/V and summaries hold everything up to it.
 
     Args:
-        query: [B, H, G, D], post-RoPE.  scale: of the logits.
+        query: [B, H, G, D], post-RoPE.  scale: of the logits.  late: as `decode_step`.
 
     Returns:
         fp32 [B, H, G, D], of use only in the rows that select, and the blocks attended to, int32 [B, H, K].
     """
     kernels = traceable(kernels)
     attention = BlockAttention(layer, query, token, kernels, scale)
-    return decode_step(attention, layer_idx, statistics, trace)
+    return decode_step(attention, layer_idx, statistics, trace, late)
 
 
 def prefill_token(

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from .cache import SparseCache
 from .config import LayerPlan
+from .overlap import Late
 from .predictor import Prior
 
 if TYPE_CHECKING:
@@ -96,9 +97,10 @@ class DeviceSteps:
         statistics = self.handle.recorder.statistics_of(self.cache)
         calls = list(statistics.selector_calls)
         self.cache.tokens.shared.clear()
-        self.cache.on_device = True
+        self.cache.on_device, self.cache.late = True, Late()
         try:
             result = step()
+            self.cache.late.join()
             made = [memory.prior for memory in self._memories()]
             leaves = (tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made))
             pairs = [(held, new) for held, new in zip(*leaves, strict=True) if held is not None]
@@ -106,7 +108,7 @@ class DeviceSteps:
                 torch._foreach_copy_([held for held, _ in pairs], [new for _, new in pairs])
         finally:
             statistics.selector_calls = calls
-            self.cache.on_device = False
+            self.cache.on_device, self.cache.late = False, None
             self.cache.tokens.shared.clear()
             for memory, prior in zip(self._memories(), self._priors, strict=True):
                 memory.prior = prior

@@ -23,6 +23,23 @@ def side_of(main: torch.cuda.Stream, purpose: str = "step") -> torch.cuda.Stream
     return sides[key]
 
 
+class Late:
+    """What the layers of a token have left running beside it, and the tensors that this reads: to be joined once, at
+    the token's end. An EMA and a prediction take longer than the repair that they run beside, and not than a layer."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Overlap, Any]] = []
+
+    def leave(self, overlap: "Overlap", *read: Any) -> None:
+        """read: what the main stream would free, and give to its next tensors."""
+        self._left.append((overlap, read))
+
+    def join(self) -> None:
+        for overlap, _ in self._left:
+            overlap.join()
+        self._left.clear()
+
+
 class Overlap:
     """A side stream of one decode step, on CUDA; elsewhere everything runs in order, and in a compiled step too:
     streams are not traced.

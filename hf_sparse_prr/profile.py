@@ -53,7 +53,7 @@ class Key(NamedTuple):
 
 class Cell(NamedTuple):
     """Microseconds a layer where that share of the free blocks was predicted, with `ratio` predictions for each of
-    them. repair: alone.  step: the whole decode step, with what runs beside it."""
+    them. repair: alone.  step: selection with speculation beside it, and repair."""
 
     ratio: float
     hit_rate: float
@@ -62,7 +62,7 @@ class Cell(NamedTuple):
 
 
 class At(NamedTuple):
-    """Microseconds a layer with `context` tokens. select: scores and top-k.  serial: the whole decode step without
+    """Microseconds a layer with `context` tokens. select: scores and top-k.  serial: those and attention, without
     speculation.  speculate: attention over what is predicted, by ratio.  cells: by ratio and hit rate."""
 
     context: int

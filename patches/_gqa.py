@@ -178,7 +178,8 @@ class SparseGQA(_Attention):
         token = token_at(tokens, tokens.length - 1, 0, plan, query.device)
         grouped = query[:, :, 0].unflatten(1, (layer.keys.shape[1], -1))
         statistics = handle.recorder.statistics_of(cache)
-        output, _ = decode_token(layer, self.layer_idx, grouped, token, kernels, self.scaling, statistics, False)
+        given = (grouped, token, kernels, self.scaling, statistics, False, cache.late)
+        output, _ = decode_token(layer, self.layer_idx, *given)
         return output.flatten(1, 2)[:, None]
 
     def _window_mask(self, mask: Any, cache: SparseCache, hidden_states: torch.Tensor) -> Any:

@@ -4,17 +4,19 @@ import dataclasses
 import json
 from collections.abc import Callable
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from profiles import made_up
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from hf_sparse_prr import bench_prompt, bench_token
+from hf_sparse_prr import bench_prompt, bench_token, budget
 from hf_sparse_prr.bench_exact import ExactnessError
 from hf_sparse_prr.bench_prompt import FEW, Prompt
-from hf_sparse_prr.commands import app, terminal, token_tables
+from hf_sparse_prr.commands import app, plots, terminal, token_tables
 from hf_sparse_prr.report import GraphReport
 from hf_sparse_prr.shapes import shape
 
@@ -23,7 +25,7 @@ SMALL: dict[str, Any] = dict(contexts=[150], layers=3, budget=96, block_size=16,
 COMMAND = "token --context 150 --layers 3 --budget 96 --block-size 16 --tokens 4 --rounds 1".split()
 ROW = {
     "ms", "min", "spread", "first_ms", "tokens_per_s", "peak_bytes", "hit_rate", "graphs", "weight_bytes",
-    "cache_bytes", "floor_share", "ratio_to_dense",
+    "cache_bytes", "floor_share", "ratio_to_dense", "choice",
 }  # fmt: skip
 NO_GRAPHS = dataclasses.asdict(GraphReport())
 
@@ -38,7 +40,7 @@ class Clock:
 
     def __call__(self, call: Callable[..., Any], cache: Any, ids: torch.Tensor, count: int, *more: Any) -> Any:
         Clock.calls.append((ids.shape, count))
-        given = ids.shape[1] - cache.get_seq_length()
+        given = ids.shape[1] - int(cache.get_seq_length())
         return 5 + 2 * count + 0.01 * given, call(cache, ids, count, *more)
 
 
@@ -200,7 +202,8 @@ def test_nothing_wrong_is_timed(first: bool, ids: bool, message: str, monkeypatc
         (dict(layers=31), "layers: expected 1 .. 30, as smollm2 has, got 31"),
         (
             dict(settings=["serial", "eager"]),
-            "settings: expected some of dense, serial, prr, and eager on a GPU, where there are graphs, got 'eager'",
+            "settings: expected some of dense, static, serial, prr, auto, and eager, compiled, preallocated on a GPU, "
+            "got 'eager'",
         ),
         (dict(budget=16), "budget: expected"),
         (dict(block_size=17), "block_size: expected"),
@@ -216,8 +219,35 @@ def test_eager_is_for_a_gpu_and_settings_keep_their_order() -> None:
     assert check("smollm2", [1], None, None, "cuda")[1] == ["dense", "serial", "prr", "eager"]
     assert check("smollm2", [1], ["eager", "dense"], 30, "cuda")[1] == ["dense", "eager"]
     assert bench_token.SETTINGS["eager"] == {"speculate": False, "cuda_graph": False}
-    with pytest.raises(ValueError, match="settings: expected some of dense, serial, prr, eager, got 'static'"):
-        check("smollm2", [1], ["static"], None, "cuda")
+    assert check("smollm2", [1], ["auto", "static"], None, "cuda")[1] == ["static", "auto"]
+    with pytest.raises(ValueError, match=r"settings: expected some of dense, static, .*, preallocated, got 'paged'"):
+        check("smollm2", [1], ["paged"], None, "cuda")
+
+
+def test_static_caches_and_the_profiles_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "find", lambda key: made_up(key, best=0.3, worst=0.9))
+    monkeypatch.setattr(bench_token, "_ON_GPU", ("eager", "compiled"))  # compiled elsewhere it runs as ever
+    (each,) = run(settings=["dense", "static", "serial", "auto", "preallocated"], tokens=24)["contexts"]
+    rows = each["settings"]
+    assert list(rows) == ["dense", "static", "serial", "auto", "preallocated"]
+    assert each["exact"]["same_bits"] == ["serial", "auto"]
+    assert rows["auto"]["hit_rate"] > 0 and "on, spec_ratio" in rows["auto"]["choice"]
+    assert rows["static"]["cache_bytes"] == rows["dense"]["cache_bytes"] and rows["static"]["graphs"] is None
+    assert rows["preallocated"]["choice"] is None
+
+
+def test_growth_is_a_line_where_there_are_three_contexts(tmp_path: Path) -> None:
+    found = run(contexts=[150, 200, 300], settings=["dense", "serial"])
+    for each, ms in zip(found["contexts"], (2.5, 3.0, 4.4), strict=True):
+        each["settings"]["serial"]["ms"] = ms
+    base, slope, farthest = token_tables.growth(found)["serial"]
+    assert token_tables.growth(found)["dense"] == pytest.approx((2.0, 0.0, 0.0), abs=1e-6)
+    assert slope == pytest.approx(0.0128571, rel=1e-4) and 0.01 < farthest < 0.05 and base + 150 * slope < 2.5
+    assert "growth of serial sparse: " in tables(found) and "off that line" in tables(found)
+    assert token_tables.growth(run()) == {} and "growth" not in tables(run())
+    pytest.importorskip("matplotlib")
+    plots.plot_growth(found, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
 
 
 def test_a_time_that_noise_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +267,9 @@ def test_the_command_prints_a_table_and_json_as_the_last_line() -> None:
     document, shown = json.loads(last), "\n".join(lines)
     assert [each["context"] for each in document["contexts"]] == [150, 160]
     for words in (
-        "150 tokens, random K/V: ms a token", "160 tokens", "dense, stock", "serial sparse", "PRR", "first token",
-        "to dense", "3 layers of random weights, batch 1; quest, budget 96 in blocks of 16", "PRR hit rate",
+        "150 tokens, random K/V: ms a token (TPOT)", "160 tokens", "dense, stock", "serial sparse", "PRR",
+        "first token", "to dense", "3 layers of random weights, batch 1; quest, budget 96 in blocks of 16",
+        "PRR hit rate",
         f"serial, prr: ids and logits of {FEW + 4} tokens are equal, bit for bit", document["command"],
     ):  # fmt: skip
         assert words in shown

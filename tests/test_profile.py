@@ -119,9 +119,9 @@ def test_a_step_with_other_bits_is_not_timed(monkeypatch):
     from hf_sparse_prr import bench_profile as module
     from hf_sparse_prr.bench_exact import ExactnessError
 
-    true = module.Steps.prr
-    monkeypatch.setattr(module.Steps, "prr", lambda *given: lambda index: true(*given)(index) + 1e-6)
-    with pytest.raises(ExactnessError, match=r"a step of PRR, spec_ratio 1, hits 1 at 1024 tokens"):
+    true = module.Works.prr
+    monkeypatch.setattr(module.Works, "prr", lambda *given: lambda index: true(*given)(index) + 1e-6)
+    with pytest.raises(ExactnessError, match=r"PRR, spec_ratio 1, hits 1, at 1024 tokens"):
         bench_profile("smollm2", [1024], budget=512, device="cpu", dtype=torch.float32, rounds=1, ratios=[1.0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from hf_sparse_prr.bench import bench_layer, measured_kernels
 from hf_sparse_prr.bench_indexed import SHAPES as INDEXED_SHAPES
 from hf_sparse_prr.bench_indexed import bench_indexed
 from hf_sparse_prr.bench_segment import bench_segment, check_arguments
-from hf_sparse_prr.bench_token import SETTINGS, bench_token
+from hf_sparse_prr.bench_token import SETTINGS, USUAL, bench_token
 from hf_sparse_prr.bench_topk import CACHES, FULL, OVERLAPS, bench_topk, default_grid
 from hf_sparse_prr.bench_topk import check_arguments as check_topk
 from hf_sparse_prr.bench_topk_rows import SCORES, STRATEGIES, written
@@ -35,6 +36,7 @@ from hf_sparse_prr.commands.arguments import (
     tokens_of,
     words_of,
 )
+from hf_sparse_prr.commands.plots import plot_growth, ready
 from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.shapes import SHAPES
 
@@ -315,7 +317,7 @@ def token(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(SETTINGS)} (a GPU's graphs off); {_LIST}.", show_default="all there are"),
+        typer.Option(help=f"{', '.join(SETTINGS)}; {_LIST}.", show_default=",".join(USUAL)),
     ] = None,
     prefill: Annotated[
         bool, typer.Option("--prefill/--no-prefill", help="Compute the prompt; without, K/V are random.")
@@ -324,9 +326,13 @@ def token(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     kernels: Annotated[str, typer.Option(help=_KERNELS)] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each setting.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf.", show_default="none")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
 ) -> None:
     """Whole tokens of generate(), of a model with random weights: dense stock, serial sparse, PRR; on a GPU also eager.
+
+    If they are named: static and compiled are stock on a StaticCache, preallocated is ours compiled, auto speculates as
+    the profile of this GPU and shape has it.
 
     A token's time is the difference of two calls, of few and of more tokens. Exactness comes first: all but dense give
     the same ids and logits, bit for bit. The last line of stdout is the whole result as JSON.
@@ -343,6 +349,8 @@ def token(
         if budget is None:
             budget = 4096 if on_gpu else 1024
         size = int(block_size) if block_size.isdecimal() else block_size
+        if plot is not None:
+            ready(plot)
         with Bar(notes) as bar:
             found = bench_token(
                 shape, contexts, selector, budget, size, batch, count, number, device, layers, names, prefill, rounds,
@@ -356,4 +364,6 @@ def token(
     found["command"] = command_of("token", list(options.items()))
     if not as_json:
         token_tables.show(Console(), found)
+    if plot is not None:
+        plot_growth(found, plot)
     print(json.dumps(found))

@@ -9,6 +9,7 @@ from typing import Any
 from hf_sparse_prr.budget import choices
 from hf_sparse_prr.commands.arguments import writable
 from hf_sparse_prr.commands.terminal import EXIT_USAGE, CommandError
+from hf_sparse_prr.commands.token_tables import NAMES, growth
 from hf_sparse_prr.profile import Profile
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -32,6 +33,24 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def plot_growth(found: dict[str, Any], path: Path) -> None:
+    """Milliseconds a token against context, of each setting of `bench token`, with the line through them."""
+    contexts, sizes = found["contexts"], found["shape"]
+    title = f"{found['device']}: {sizes['name']}, {sizes['layers']} layers, batch {sizes['batch']}, {found['selector']}"
+    figure, axes = _axes(title, "tokens in the cache", "ms a token")
+    x = [each["context"] for each in contexts]
+    lines = growth(found)
+    for name in contexts[0]["settings"]:
+        (drawn,) = axes.plot(x, [each["settings"][name]["ms"] for each in contexts], "o", label=NAMES[name])
+        if name in lines:
+            base, slope, _ = lines[name]
+            axes.plot([0, x[-1]], [base, base + slope * x[-1]], ":", color=drawn.get_color())
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
 def plot_profile(profile: Profile, path: Path) -> None:

@@ -59,7 +59,7 @@ def profile(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf.", show_default="none")] = None,
 ) -> None:
-    """Selection, speculation, repair and whole decode steps of a layer, by context, spec_ratio and hit rate.
+    """Selection, speculation, repair and all of them together, of a layer, by context, spec_ratio and hit rate.
 
     speculate="auto" and spec_ratio="profile" read the file on a GPU of that name, for models of those heads with those
     settings and kernels. Contexts that the budget holds whole are left out. Minutes on a GPU.

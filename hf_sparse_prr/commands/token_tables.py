@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import linear_regression
 from typing import Any
 
 from rich import box
@@ -11,7 +12,16 @@ from rich.table import Table
 from hf_sparse_prr.commands.tables import noise_lines, opening, percent, say
 from hf_sparse_prr.report import GraphReport
 
-_NAMES = {"dense": "dense, stock", "serial": "serial sparse", "prr": "PRR", "eager": "serial, no graphs"}
+NAMES = {
+    "dense": "dense, stock",
+    "static": "stock, StaticCache",
+    "compiled": "stock, compiled",
+    "serial": "serial sparse",
+    "prr": "PRR",
+    "eager": "serial, no graphs",
+    "auto": "PRR by the profile",
+    "preallocated": "serial, compiled",
+}
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
@@ -31,10 +41,28 @@ def show(out: Console, found: dict[str, Any]) -> None:
         if "prr" in rows:
             say(out, f"PRR hit rate {percent(rows['prr']['hit_rate'], 1)}")
         for name, row in rows.items():
+            if row.get("choice"):
+                say(out, f"{NAMES[name]}: {row['choice']}")
             graphs = GraphReport(**(row["graphs"] or {}))
             if graphs.captured or graphs.reason:
-                say(out, f"{_NAMES[name]}: {graphs}")
-        say(out, *noise_lines({_NAMES[name]: row["spread"] for name, row in rows.items()}))
+                say(out, f"{NAMES[name]}: {graphs}")
+        say(out, *noise_lines({NAMES[name]: row["spread"] for name, row in rows.items()}))
+    for name, (base, slope, farthest) in growth(found).items():
+        line = f"{base:.2f} ms and {1e3 * slope * 1024:.2f} us for each 1K tokens"
+        say(out, f"growth of {NAMES[name]}: {line}; at most {percent(farthest, 1)} off that line")
+
+
+def growth(found: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """By setting, where there are three contexts: the line through its times, ms at 0 and ms a token of context, and
+    how far the farthest of them is from it, as a share of its own."""
+    contexts = found["contexts"]
+    lines = {}
+    for name in contexts[0]["settings"] if len(contexts) > 2 else ():
+        x = [each["context"] for each in contexts]
+        y = [each["settings"][name]["ms"] for each in contexts]
+        slope, base = linear_regression(x, y)
+        lines[name] = base, slope, max(abs(base + slope * a - b) / b for a, b in zip(x, y, strict=True))
+    return lines
 
 
 def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
@@ -42,18 +70,18 @@ def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
     floor" is the share of the time that weights, K/V and summaries take to be read at the bandwidth of the data
     sheet."""
     prompt = "a computed prompt" if found["prefill"] else "random K/V"
-    title = f"{each['context']} tokens, {prompt}: ms a token, medians of {found['rounds']}"
+    title = f"{each['context']} tokens, {prompt}: ms a token (TPOT), medians of {found['rounds']}"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
     known = found["bandwidth"] is not None
     on_gpu = any(row["peak_bytes"] is not None for row in each["settings"].values())
     optional = [*(["of floor"] if known else []), *(["peak GiB"] if on_gpu else [])]
     first = "TTFT" if found["prefill"] else "first token"
-    for column in ["", "ms", "min", "tokens/s", "to dense", first, *optional]:
+    for column in ["", "TPOT", "min", "tokens/s", "to dense", first, *optional]:
         table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for name, row in each["settings"].items():
         ratio = "-" if row["ratio_to_dense"] is None else f"{row['ratio_to_dense']:.2f}"
         cells = [f"{row['ms']:,.2f}", f"{row['min']:,.2f}", f"{row['tokens_per_s']:,.1f}", ratio]
         cells += [f"{row['first_ms']:,.1f}", *([percent(row["floor_share"])] if known else [])]
         cells += [f"{row['peak_bytes'] / 2**30:.1f}"] if on_gpu else []
-        table.add_row(_NAMES[name], *cells)
+        table.add_row(NAMES[name], *cells)
     return table
