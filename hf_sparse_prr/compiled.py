@@ -76,7 +76,7 @@ def attend(
         return attention.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
     grid = Grid(tokens.valid, tokens.start, tokens.end)
     layer.append_on_device(kernels, key, value, grid)
-    layer.summarise_newest(kernels, grid)
+    layer.summarise_on_device(kernels, grid)
     token = _token(cache, plan)
     grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1))
     selected, free, _ = select(layer, grouped, token, kernels, attention.scaling)
@@ -139,7 +139,8 @@ class CompiledCall:
         for index, layer in enumerate(cache.layers):
             layer.settle()
             if layer.plan.status == "sparse":
-                layer.summarise(kernels, grid)
+                if layer.is_due(step.begin):
+                    layer.summarise(kernels, grid)
                 statistics.numbers(index, layer.keys)
                 statistics.bytes_per_block[index] = layer.plan.block_size * layer.bytes_per_token
                 statistics.bytes_per_summary[index] = layer.bytes_per_summary

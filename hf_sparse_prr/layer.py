@@ -157,7 +157,7 @@ class SparseLayer(CacheLayerMixin):
     @property
     def reads_local(self) -> bool:
         """Whether a query's scores depend on the summaries of local blocks, its own too."""
-        return SELECTORS[self.plan.selector].reads_local
+        return self.plan.status == "sparse" and SELECTORS[self.plan.selector].reads_local
 
     def is_due(self, column: int) -> bool:
         """Whether a query in `column` reads summaries that aren't up to date, or the buffer has outgrown them.
