@@ -132,7 +132,9 @@ class _Copy:
         for device in dict.fromkeys(held.device for held in counters):
             rows = torch.stack([held.sum(dim=(0, 1)) for held in counters if held.device == device])
             if device.type == "cuda":
-                rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+                rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True).copy_(
+                    rows, non_blocking=True
+                )
                 self._events.append(torch.cuda.current_stream(device).record_event())
             self._rows.append(rows)
 

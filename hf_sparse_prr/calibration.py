@@ -36,7 +36,7 @@ _AT_ONCE = 2**26  # pairs of blocks that are compared at a time
 
 def _to(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On the device, without a wait for what it does."""
-    made = torch.tensor(values, dtype=dtype)
+    made = torch.tensor(values, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

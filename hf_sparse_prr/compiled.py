@@ -78,7 +78,7 @@ def attend(
     layer.append_on_device(kernels, key, value, grid)
     layer.summarise_on_device(kernels, grid)
     token = _token(cache, plan)
-    grouped = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+    grouped = query[:, :, 0].reshape(*key.shape[:2], -1, query.shape[3])
     selected, free, _ = select(layer, grouped, token, kernels, attention.scaling)
     nothing = selected[:, :, :0]
     data = (grouped, layer.keys, layer.values, token.valid, token.start)

@@ -42,7 +42,7 @@ DEFAULTS: Table = {
     "select": {"num_warps": 16},  # of a program that holds a full chunk
     "ema_step": {"CHUNK": 512, "num_warps": 8},  # blocks of a program
     # Channels out of a program; those into it that come ahead, and at a time; such tiles in flight
-    "linear": {"BY": 8, "AHEAD": 1024, "BX": 256, "STAGES": 4, "num_warps": 4},
+    "linear": {"BY": 8, "AHEAD": 512, "BX": 256, "STAGES": 4, "num_warps": 4},
     # The longest row that goes whole, without a guess and with one; the most rows in tiles, and behind one guess each
     "ways": {"ROW": 8192, "ROW_GUESSED": 4096, "TILES": 2, "GUESSED": 128},
 }
