@@ -146,23 +146,24 @@ def layer_of(handle: "PatchHandle", decoder: Any) -> Layer:
     handle.graphs.fused += 1
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or not applies(handle, hidden_states, kwargs):
+        if args or not applies(handle, attention.layer_idx, hidden_states, kwargs):
             return stock(hidden_states, *args, **kwargs)
         return fused(hidden_states, **kwargs)
 
     return forward
 
 
-def applies(handle: "PatchHandle", hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this is one decode token of one row that selects: the first layer of full attention has appended it. The
-    same tokens whether steps are captured or not, so that their bits are the same."""
+def applies(handle: "PatchHandle", layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether this is one decode token of one row that has outgrown its budget: by host numbers that the first layer
+    has too, and the same tokens whether steps are captured or not, so that their bits are the same."""
     cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     if hidden_states.shape[:2] != (1, 1) or hidden_states.dtype not in DTYPES or not isinstance(cache, SparseCache):
         return False
-    step, plan, device = cache.step, handle.sparse_plan, hidden_states.device.type
-    if device not in DEVICES or step is None or plan is None or not handle.replaced:
+    plan, device = handle.sparse_plan, hidden_states.device.type
+    if device not in DEVICES or plan is None or not handle.replaced or cache.tokens.batch != 1:
         return False
-    decodes = step.count == 1 and step.first_decode == 0 and step.dense_reason is None
+    begin = cache.tokens.length - 1 if cache.on_device else cache.layers[layer_idx].get_seq_length()
+    decodes = begin >= (1 if cache.prompt_length is None else cache.prompt_length)
     asks = kwargs.get("output_attentions") or getattr(handle.model.config, "output_attentions", False)
     elsewhere = torch.is_grad_enabled() or torch.is_autocast_enabled(device) or torch.compiler.is_compiling()
-    return decodes and not asks and not elsewhere and cache.tokens.all_longer(step.begin, plan.fits)
+    return decodes and not asks and not elsewhere and cache.tokens.all_longer(begin, plan.fits)

@@ -305,8 +305,7 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
                 reason = f"fewer than {_SOME} tokens were to come"
             handle.graphs.reason = reason or why_not(handle, decoders[first:], first)
             handle.graphs.fused = 0
-            # Of the layers behind the first of full attention, which tells what the token is
-            known = {at: decoders[at] for at in range(handle.leader + 1, len(plans)) if decoders[at] is not None}
+            known = {at: decoder for at, decoder in enumerate(decoders) if decoder is not None}
             layers = {at: layer_of(handle, decoder) for at, decoder in known.items()}
             if handle.graphs.reason is None:
                 tail = Tail(handle, cache, [layers[at] for at in range(first, len(plans))], first)

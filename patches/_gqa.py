@@ -117,6 +117,7 @@ class SparseGQA(_Attention):
         turn = partial(self._turn, states, position_embeddings)
         if cache.on_device:
             return self._attend_on_device(turn, cache).view(1, -1)
+        self.check_cache(cache, kwargs)
         return self._attend_over(turn, attention_mask, cache, False, False, kwargs)[0].view(1, -1)
 
     def _turn(

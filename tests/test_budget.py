@@ -225,5 +225,6 @@ def test_counters_that_begin_anew_say_nothing(profiled, monkeypatch):
         cache = SparseCache(model)
         out = model.generate(prompt(), max_new_tokens=24, do_sample=False, past_key_values=cache)
         handle.reset_stats()
-        model.generate(out, max_new_tokens=24, do_sample=False, past_key_values=cache)
+        mask = torch.ones_like(out)  # an id may be that of padding
+        model.generate(out, attention_mask=mask, max_new_tokens=24, do_sample=False, past_key_values=cache)
     assert seen and all(0 <= rate <= 1 for rates in seen for rate in rates)

@@ -169,7 +169,9 @@ def test_every_parameter_has_candidates_within_its_limits(tune, tuned, tmp_path)
 
 
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs Triton kernels that run")
-@pytest.mark.parametrize("op", ["quest", "window_logits", "window_shares", "merge", "select", "ema_step", "linear"])
+@pytest.mark.parametrize(
+    "op", ["quest", "window_logits", "window_shares", "merge", "select", "ema_step", "linear", "gate"]
+)
 def test_candidates_give_the_results_of_the_defaults(tune, tuned, monkeypatch, op):
     monkeypatch.setattr(tune, "SHAPES", {"tiny": (1, 2, 32)})
     monkeypatch.setattr(tune, "SELECTED", 8)

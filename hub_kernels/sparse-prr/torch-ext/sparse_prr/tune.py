@@ -22,6 +22,7 @@ Clock = Callable[[list[Call]], float]
 SHAPES = {"llama-3.1-8b": (8, 4, 128), "glm-4-9b": (2, 16, 128)}  # KV heads, query heads of one, head dim
 CONTEXTS = (2**15, 2**17, 2**19)
 BLOCK, SELECTED, WINDOWS = 64, 64, 4  # tokens of a block, blocks of a selection, windows of a block
+_LINEAR = {"BY": (4, 8, 16), "AHEAD": (256, 512, 1024), "BX": (256, 512), "STAGES": (2, 4, 8), "num_warps": (4, 8)}
 CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "quest": {"BN": (16, 32, 64, 128), "num_warps": (2, 4, 8)},
     "window_logits": {"BW": (32, 64, 128, 256), "num_warps": (2, 4, 8)},
@@ -29,7 +30,8 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
     "merge": {"DS": (16, 32, 64)},
     "select": {"num_warps": (4, 8, 16, 32)},
     "ema_step": {"CHUNK": (256, 512, 1024), "num_warps": (4, 8)},
-    "linear": {"BY": (4, 8, 16), "AHEAD": (256, 512, 1024), "BX": (256, 512), "STAGES": (2, 4, 8), "num_warps": (4, 8)},
+    "linear": _LINEAR,
+    "gate": _LINEAR,
     "ways": {
         "ROW": (4096, 8192, 16384),
         "ROW_GUESSED": (2048, 4096, 8192),
@@ -168,7 +170,7 @@ def cases_of(
             cases |= _selections(columns, device)
         return cases
     for shape, (heads, group, dim) in SHAPES.items():
-        if op in ("merge", "linear"):
+        if op in ("merge", "linear", "gate"):
             cases[shape] = (_merges if op == "merge" else _layers)(heads, group, dim, device, dtype)
             continue
         for tokens in contexts:
@@ -190,7 +192,7 @@ def _agrees(op: str, found: tuple[torch.Tensor, ...], expected: tuple[torch.Tens
     linear layers round to their dtype may be rounded the other way."""
     if op == "merge" and not torch.equal(*found):
         return False
-    close = dict(rtol=2e-2, atol=2e-2) if op == "linear" else dict(rtol=1e-4, atol=1e-5)
+    close = dict(rtol=2e-2, atol=2e-2) if op in ("linear", "gate") else dict(rtol=1e-4, atol=1e-5)
     return all(torch.allclose(a, b, **close, equal_nan=True) for a, b in zip(found, expected, strict=True))
 
 

@@ -15,9 +15,25 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """First in every kernel."""
+    """First in every kernel but those of the two below."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_only(PDL: tl.constexpr):
+    """First in a kernel that calls `let_next_start` itself."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Late in a kernel before one that fills the GPU once: its programs stay where they are put, and those that come
+    while another kernel holds places are put unevenly. The last ones then end late: of a layer's four linear calls
+    136 us against 112, of the one behind attention 16 against 11."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..reference.linear import check_linear_arguments
 from . import tuned
-from .launch import options
+from .launch import let_next_start, options, wait_only
 
 _NORM = 4096  # channels whose squares are summed at a time
 
@@ -67,8 +67,7 @@ def _linear(
     held2 = held
     if GATED:
         held2 = tl.load(at2 + ahead[None, :], mask=(ahead < X)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_only(PDL)
     scale = 1.0
     if NORM:
         scale = _scale_of(x, X, eps, dtype, NX)
@@ -81,10 +80,7 @@ def _linear(
         total += tl.load(at + (k + c)[None, :], mask=inside, other=0.0).to(tl.float32) * value
         if GATED:
             total2 += tl.load(at2 + (k + c)[None, :], mask=inside, other=0.0).to(tl.float32) * value
-    if PDL:
-        # Here and not first: programs of the next kernel that came while these still wait for a place would take
-        # places unevenly, and its long ones end late (a layer's four calls 136 us against 112)
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     kept = y < Y
     result += tl.sum(total, axis=1)
     if BIAS:
@@ -113,7 +109,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """As the reference. A program takes BY channels of a row; rows don't share what they read: few are meant."""
     check_linear_arguments(x, weights, biases, norm, gated, residual)
-    config = tuned.config("linear", x)
+    config = tuned.config("gate" if gated else "linear", x)
     size = config["BY"]
     x = x if x.stride(1) == 1 else x.contiguous()
     rows = [weight.shape[0] for weight in weights]

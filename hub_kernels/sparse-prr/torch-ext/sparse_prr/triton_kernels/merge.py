@@ -7,7 +7,7 @@ import triton.language as tl
 from ..reference.attend import LOG2_E, Partials
 from ..reference.merge import check_partials, check_repair_arguments
 from .attend import attend_blocks, empty_partials
-from .launch import options, wait_for_previous
+from .launch import let_next_start, options, wait_for_previous, wait_only
 from .tile import WARPS, attend_tile, check_block_size, padded, padded_group, part_of, store_tile
 from .tuned import config
 
@@ -83,7 +83,7 @@ def _merge(
 ):  # fmt: skip
     """Canon(A) of DS channels of one query head. TAKE ranks are added at a time, so unused ranks at the end change
     nothing, nor does their number. The first TAKE, all there are at 64 ranks, are loaded once and at once."""
-    wait_for_previous(PDL)
+    wait_only(PDL)
     g, h, b = tl.program_id(0) % G, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head, d = b * H + h, (tl.program_id(0) // G) * DS + tl.arange(0, DS)
     m, l, o = _load_ranks(
@@ -103,6 +103,7 @@ def _merge(
         )  # fmt: skip
         weight = tl.exp2(m - top)
         total, mixed = total + tl.sum(weight * l, axis=0), mixed + tl.sum(weight[:, None] * o, axis=0)
+    let_next_start(PDL)
     out = tl.where(total == 0, 0.0, tl.div_rn(mixed, total + tl.zeros([DS], tl.float32)))
     tl.store(result + (head * G + g) * D + d, out, mask=d < D)
 

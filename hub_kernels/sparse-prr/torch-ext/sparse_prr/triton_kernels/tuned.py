@@ -15,7 +15,7 @@ the layouts that Triton 3.6 compiles for sm_90):
     merge          DS: the sum over ranks
     select         nothing: it compares integers
     ema_step       nothing: minimum, maximum and elementwise
-    linear         all but STAGES: which products a thread sums, and in which order threads are summed
+    linear, gate   all but STAGES: which products a thread sums, and in which order threads are summed
     ways           nothing: which of the compiled ways of `gvr_topk` finds the same indices (`cuda_kernels/topk.py`)
 
 Serial decoding and PRR run the same parameters on one device, so they stay equal. What attention over a block is
@@ -43,6 +43,7 @@ DEFAULTS: Table = {
     "ema_step": {"CHUNK": 512, "num_warps": 8},  # blocks of a program
     # Channels out of a program; those into it that come ahead, and at a time; such tiles in flight
     "linear": {"BY": 8, "AHEAD": 512, "BX": 256, "STAGES": 4, "num_warps": 4},
+    "gate": {"BY": 4, "AHEAD": 512, "BX": 256, "STAGES": 4, "num_warps": 4},  # of both weights
     # The longest row that goes whole, without a guess and with one; the most rows in tiles, and behind one guess each
     "ways": {"ROW": 8192, "ROW_GUESSED": 4096, "TILES": 2, "GUESSED": 128},
 }
