@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .blocks import rope_blocks
+from .bundled import reference
 from .calibration import calibrate
 from .config import DEFAULT_EMA, LayerPlan
 from .layer import SparseLayer
@@ -38,22 +39,13 @@ class Token(NamedTuple):
     valid: torch.Tensor
     start: torch.Tensor
     end: torch.Tensor
-    length: torch.Tensor
     selects: torch.Tensor
+    length: torch.Tensor
     last: torch.Tensor
-    next_last: torch.Tensor
     forced: torch.Tensor
+    next_last: torch.Tensor
     next_forced: torch.Tensor
     rope: torch.Tensor | None = None
-
-
-def _reach(plan: LayerPlan, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(selects, last, forced) of the token before column `end` ([B]), whatever blocks hold a token."""
-    selects = end - start > plan.fits
-    newest = (end - 1 - start) // plan.block_size
-    local = newest[:, None] - torch.arange(plan.local_blocks - 1, -1, -1, device=start.device)
-    sinks = torch.arange(plan.sink_blocks, device=start.device).expand(newest.shape[0], -1)
-    return selects, torch.where(selects, newest - plan.local_blocks + 1, 0), torch.cat([sinks, local], dim=1)
 
 
 def token_at(
@@ -63,27 +55,21 @@ def token_at(
     plan: LayerPlan,
     device: torch.device,
     inv_freq: torch.Tensor | None = None,
+    kernels: Any = reference,
 ) -> Token:
     """The query token in `column`, worked out by the first layer that asks and shared by the others."""
     key = (column, plan.block_size, plan.fits, plan.sink_blocks, plan.local_blocks, device)
     if key not in tokens.shared:
         valid, start, newest_end = tokens.on(device)
-        end = newest_end - (tokens.length - 1 - column)  # from the device: a captured step is replayed as it grows
-        selects, last, forced = _reach(plan, start, end)
-        next_selects, next_last, next_forced = _reach(plan, start, end + 1)
-        members = start[:, None, None] + forced[..., None] * plan.block_size
-        members = members + torch.arange(plan.block_size, device=device)
-        real = valid.gather(1, members.clamp(0, valid.shape[1] - 1).flatten(1)).view(members.shape)
-        holds = (real & (members < end[:, None, None])).any(dim=-1) & selects[:, None]
-        forced = torch.where(holds, forced, -1).to(torch.int32)[:, None]
+        later = tokens.length - 1 - column
+        end = newest_end - later if later else newest_end  # from the device: a captured step is replayed as it grows
+        reach = kernels.forced_blocks(
+            valid, start, end, plan.fits, plan.block_size, plan.sink_blocks, plan.local_blocks
+        )
         rope = None
         if plan.hint == "rope" and inv_freq is not None:
-            rope = rope_blocks(inv_freq, start, column, plan.block_size, plan.sink_blocks, last, plan.free_blocks)
-        tokens.shared[key] = Token(
-            column=column, step=step, valid=valid, start=start, end=end, length=end - start, selects=selects, last=last,
-            next_last=next_last, forced=forced, rope=rope,
-            next_forced=torch.where(next_selects[:, None], next_forced, -1).to(torch.int32)[:, None],
-        )  # fmt: skip
+            rope = rope_blocks(inv_freq, start, column, plan.block_size, plan.sink_blocks, reach.last, plan.free_blocks)
+        tokens.shared[key] = Token(column, step, valid, start, end, **reach._asdict(), rope=rope)
     return tokens.shared[key]
 
 

@@ -176,7 +176,7 @@ class SparseGQA(_Attention):
         if key is not layer.keys:
             layer.append_on_device(kernels, key, value, grid)
         layer.summarise_on_device(kernels, grid)
-        token = token_at(tokens, tokens.length - 1, 0, plan, query.device)
+        token = token_at(tokens, tokens.length - 1, 0, plan, query.device, kernels=kernels)
         grouped = query[:, :, 0].unflatten(1, (layer.keys.shape[1], -1))
         statistics = handle.recorder.statistics_of(cache)
         given = (grouped, token, kernels, self.scaling, statistics, False, cache.late)

@@ -19,6 +19,7 @@ from . import dispatch, reference
 from .reference import (
     EmaStep,
     Partials,
+    Reach,
     TopKStats,
     ascending,
     ema_predict,
@@ -32,6 +33,7 @@ append_states = dispatch.by_device(reference.append_states)
 block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
 ema_step = dispatch.by_device(reference.ema_step)
+forced_blocks = dispatch.by_device(reference.forced_blocks)
 grouped_linear = dispatch.by_device(reference.grouped_linear)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
 index_scores = dispatch.by_device(reference.index_scores)
@@ -52,6 +54,7 @@ backend = dispatch.backend()
 __all__ = [
     "EmaStep",
     "Partials",
+    "Reach",
     "TopKStats",
     "append_states",
     "ascending",
@@ -61,6 +64,7 @@ __all__ = [
     "ema_predict",
     "ema_step",
     "ema_update",
+    "forced_blocks",
     "gather_tokens",
     "grouped_linear",
     "gvr_topk",

@@ -3,6 +3,7 @@
 from .append import append_states
 from .attend import Partials, block_partials
 from .compress import compress_keys
+from .forced import Reach, forced_blocks
 from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
 from .linear import grouped_linear
@@ -20,6 +21,7 @@ backend = "reference"
 __all__ = [
     "EmaStep",
     "Partials",
+    "Reach",
     "TopKStats",
     "append_states",
     "ascending",
@@ -29,6 +31,7 @@ __all__ = [
     "ema_predict",
     "ema_step",
     "ema_update",
+    "forced_blocks",
     "gather_tokens",
     "grouped_linear",
     "gvr_topk",

@@ -6,6 +6,7 @@ Every kernel reads strides, so views cost no copy, and offsets are 64-bit. Nothi
 from ..reference.topk import topk_threshold  # a guess, which this folder's top-k doesn't need
 from .append import append_states
 from .attend import block_partials
+from .forced import forced_blocks
 from .index import index_scores, index_topk
 from .latent import latent_attention
 from .linear import grouped_linear
@@ -22,6 +23,7 @@ __all__ = [
     "block_partials",
     "compress_keys",
     "ema_step",
+    "forced_blocks",
     "grouped_linear",
     "gvr_topk",
     "index_scores",
