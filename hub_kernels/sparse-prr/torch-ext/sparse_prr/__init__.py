@@ -28,15 +28,19 @@ from .reference import (
     slots_of,
 )
 
+absorb_queries = dispatch.by_device(reference.absorb_queries)
+absorb_values = dispatch.by_device(reference.absorb_values)
 append_states = dispatch.by_device(reference.append_states)
 block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
 ema_step = dispatch.by_device(reference.ema_step)
 grouped_linear = dispatch.by_device(reference.grouped_linear)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
+index_append = dispatch.by_device(reference.index_append)
 index_scores = dispatch.by_device(reference.index_scores)
 index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
+latent_append = dispatch.by_device(reference.latent_append)
 latent_attention = dispatch.by_device(reference.latent_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
@@ -53,6 +57,8 @@ __all__ = [
     "EmaStep",
     "Partials",
     "TopKStats",
+    "absorb_queries",
+    "absorb_values",
     "append_states",
     "ascending",
     "backend",
@@ -64,9 +70,11 @@ __all__ = [
     "gather_tokens",
     "grouped_linear",
     "gvr_topk",
+    "index_append",
     "index_scores",
     "index_topk",
     "infllm_scores",
+    "latent_append",
     "latent_attention",
     "merge_partials",
     "normalise",
