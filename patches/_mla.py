@@ -3,18 +3,21 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_sparse_prr import fused_latent
 from hf_sparse_prr.cache import SparseCache
 from hf_sparse_prr.decode import decode_step, record_fitting
 from hf_sparse_prr.dense import on_gpu, without_cudnn
+from hf_sparse_prr.fused_latent import Held, Projected
 from hf_sparse_prr.indexed import IndexedLayer
 from hf_sparse_prr.latent import Index, LatentAttention, parts, select_tokens, token_of
 from hf_sparse_prr.ops import traceable
-from hf_sparse_prr.patches._absorb import Absorbed, absorbed
+from hf_sparse_prr.overlap import Overlap
+from hf_sparse_prr.patches._absorb import Absorbed, absorbed, plainly_absorbed
 from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.tokens import Step
 
@@ -47,26 +50,16 @@ _SCORED = 32  # bytes that a score takes: itself, in float64 and as a key of the
 _INDEXER_MODULES = ("wq_b", "wk", "k_norm", "weights_proj")
 
 
-class Projected(NamedTuple):
-    """Of the new tokens. nope, rope: the query's two parts, [B, H, Q, .].  latent: [B, 1, Q, C].  key: its RoPE part,
-    [B, 1, Q, A].  asked, index_key: what the indexer asks, and its key [B, Q, E]; None in a layer without one."""
-
-    nope: torch.Tensor
-    rope: torch.Tensor
-    latent: torch.Tensor
-    key: torch.Tensor
-    asked: Index | None
-    index_key: torch.Tensor | None
-
-
 class SparseMLA(_Attention):
     """Latent attention (MLA) to the tokens that an indexer selects.
 
-    rotate_index: RoPE of the indexer.  hands_on: the class returns its selection, for layers that share it.
+    rotate_index: RoPE of the indexer.  index_rotates: which channels it turns together, "halves" (i and i + A/2 of the
+    first A) or "neighbours".  hands_on: the class returns its selection, for layers that share it.
     """
 
     extra_arguments: ClassVar[frozenset[str]] = frozenset({"position_ids"})
     rotate_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    index_rotates: ClassVar[str]
     hands_on = False
 
     @classmethod
@@ -122,9 +115,19 @@ class SparseMLA(_Attention):
         """What moves queries to latents, and attended latents to values."""
         return absorbed(self.kv_b_proj, latents, self.qk_nope_head_dim, self.v_head_dim)
 
-    def put_out(self, values: torch.Tensor) -> torch.Tensor:
-        """The layer's output [B, Q, hidden] of each head's values [B, Q, H, v]."""
-        return self.o_proj(values.flatten(2))
+    def absorb_plainly(self, latents: torch.Tensor) -> Absorbed | None:
+        """The same of a projection that is plain, None of another."""
+        return plainly_absorbed(self.kv_b_proj, latents, self.qk_nope_head_dim, self.v_head_dim)
+
+    def put_out(self, values: torch.Tensor, kernels: Any = None) -> torch.Tensor:
+        """The layer's output [B, Q, hidden] of each head's values [B, Q, H, v]. kernels: where it's a fused token."""
+        if kernels is None:
+            return self.o_proj(values.flatten(2))
+        return fused_latent.linear(kernels, values[0].flatten(1), [self.o_proj])[0][None]
+
+    def fuses(self) -> bool:
+        """Whether the linear parts of a token may be fused."""
+        return fused_latent.has_plain_norms(self)
 
     @property
     def hands_selection_on(self) -> bool:
@@ -161,8 +164,14 @@ class SparseMLA(_Attention):
         with torch.inference_mode(False), torch.no_grad():
             if self.binding.plan.status == "shared" and prev_topk_indices is None:
                 raise ValueError(f"prev_topk_indices: expected those of an earlier layer in layer {self.layer_idx}")
+            fused = fused_latent.kernels_for(self, layer, hidden_states, position_embeddings)
             try:
-                new = self.project(hidden_states, position_embeddings)
+                if fused is None:
+                    new = self.project(hidden_states, position_embeddings)
+                else:
+                    overlap = Overlap(hidden_states.device)
+                    new = fused_latent.project(self, hidden_states, position_embeddings, fused, overlap)
+                    overlap.join()
                 step = cache.begin(
                     new.latent, new.key, self.layer_idx, attention_mask, config, self.config.num_hidden_layers
                 )
@@ -176,9 +185,9 @@ class SparseMLA(_Attention):
             cache.append(new.latent, new.key, self.layer_idx, step, config)
             if new.index_key is not None:
                 layer.update_indexer(new.index_key)
-            run = _Run(self, cache, step, new, attention_mask, prev_topk_indices, kwargs)
+            run = _Run(self, cache, step, new, attention_mask, prev_topk_indices, kwargs, fused)
             output, weights = run.attend(wants_weights)
-            output = self.put_out(output)
+            output = self.put_out(output, fused)
             return (output, weights, run.selected) if self.hands_on else (output, weights)
 
     @torch.inference_mode(False)
@@ -193,23 +202,35 @@ class SparseMLA(_Attention):
         """As `SparseGQA._attend_on_device`: the output, and the selection where the next layer shares it."""
         plan, handle = self.binding.plan, self.binding.handle
         layer: IndexedLayer = cache.layers[self.layer_idx]
-        kernels, tokens = traceable(handle.kernels.module), cache.tokens
-        new = self.project(hidden_states, position_embeddings)
-        grid = tokens.on(new.latent.device)
-        layer.append_on_device(kernels, new.latent, new.key, grid, new.index_key)
-        moved = self.absorb(new.latent)
-        query = moved.queries(new.nope, new.rope)
+        kernels, tokens, device = traceable(handle.kernels.module), cache.tokens, hidden_states.device
+        grid, overlap = tokens.on(device), Overlap(device)
+        with overlap.beside():  # what only the counters read
+            token = token_of(tokens, tokens.length - 1, 0, plan.blocks, device)
+        fused = fused_latent.kernels_for(self, layer, hidden_states, position_embeddings)
+        if fused is None:
+            new = self.project(hidden_states, position_embeddings)
+            layer.append_on_device(kernels, new.latent, new.key, grid, new.index_key)
+        else:
+            held = Held(layer.keys[:, 0], layer.values[:, 0], layer.index_keys, grid.end)
+            new = fused_latent.project(self, hidden_states, position_embeddings, fused, overlap, held)
+        moved, query = self.absorb(new.latent), new.query
+        if query is None:
+            overlap.join()
+            query = moved.queries(new.nope, new.rope)
         attended = given
         if new.asked is None:
             assert given is not None  # the first layer that shares has been given it
+            overlap.join()
             data = (query, layer.keys[:, 0], layer.values[:, 0], given, given[:, :, :0], None)
             output = kernels.latent_attention(*data, scale=self.scaling)
         else:
-            token = token_of(tokens, tokens.length - 1, 0, plan.blocks, new.latent.device)
             attention = LatentAttention(layer, new.asked, query, token, kernels, self.scaling, on_device=True)
-            output, _ = decode_step(attention, self.layer_idx, handle.recorder.statistics_of(cache), False)
+            statistics = handle.recorder.statistics_of(cache)
+            output, _ = decode_step(attention, self.layer_idx, statistics, False, overlap)
             attended = attention.attended
-        return self.put_out(moved.values(output)), attended if self.hands_selection_on else None
+        output = self.put_out(moved.values(output, fused), fused)
+        overlap.join()
+        return output, attended if self.hands_selection_on else None
 
 
 class _Run:
@@ -224,8 +245,10 @@ class _Run:
         mask: Any,
         given: torch.Tensor | None,
         kwargs: dict[str, Any],
+        fused: Any,
     ) -> None:
         self.module, self.cache, self.step, self.new, self.kwargs = module, cache, step, new, kwargs
+        self.fused = fused  # kernels, of a token whose linear parts are
         self.plan, self.handle = module.binding.plan, module.binding.handle
         self.kernels = traceable(self.handle.kernels.module)
         self.layer: IndexedLayer = cache.layers[module.layer_idx]
@@ -345,6 +368,8 @@ class _Run:
 
     def _absorbed_query(self, begin: int, end: int) -> torch.Tensor:
         """[B, Q, H, C + A]"""
+        if self.new.query is not None:
+            return self.new.query
         return self.absorbed.queries(self.new.nope[:, :, begin:end], self.new.rope[:, :, begin:end])
 
     def _sparse(self, begin: int, end: int, chosen: torch.Tensor) -> torch.Tensor:
@@ -352,7 +377,7 @@ class _Run:
         query, scale = self._absorbed_query(begin, end), self.module.scaling
         nothing = chosen[:, :, :0]
         output = self.kernels.latent_attention(query, latents, ropes, chosen, nothing, None, scale=scale)
-        return self.absorbed.values(output)
+        return self.absorbed.values(output, self.fused)
 
     def _decode(self, at: int, statistics: Any) -> torch.Tensor:
         """A token some of whose rows select."""
@@ -370,4 +395,4 @@ class _Run:
         output, _ = decode_step(attention, self.module.layer_idx, statistics, self.handle.config.trace)
         assert attention.attended is not None
         self._keep(attention.attended)
-        return self.absorbed.values(output)
+        return self.absorbed.values(output, self.fused)

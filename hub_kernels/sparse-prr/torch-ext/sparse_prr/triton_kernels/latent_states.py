@@ -116,9 +116,7 @@ def _index(
     c, s = _angles(cos, sin, c_b, c_a, n_b, n_a, b, j, HALF)
     if part < groups:
         h = part * HEADS + tl.arange(0, HEADS)
-        _turn_heads(
-            queries + b * q_b, E * q_y, q_y, asked + b * I * E, h, I, c, s, j, dtype, HALF, E, EP, INTERLEAVED
-        )
+        _turn_heads(queries + b * q_b, E * q_y, q_y, asked + b * I * E, h, I, c, s, j, dtype, HALF, E, EP, INTERLEAVED)
         weight = tl.load(weights + b * g_b + h * g_i, mask=h < I, other=0.0).to(tl.float32)
         tl.store(shares + b * I + h, weight * share, mask=h < I)
     else:
