@@ -21,6 +21,8 @@ VERSION = 1
 _BUNDLED = "the bundled copy"  # as a key: what "auto" means without LOCAL_KERNELS
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OPS = (
+    "absorb_queries",
+    "absorb_values",
     "append_states",
     "ascending",
     "block_partials",
@@ -29,15 +31,19 @@ OPS = (
     "ema_step",
     "ema_update",
     "gather_tokens",
+    "grouped_linear",
     "gvr_topk",
+    "index_append",
     "index_scores",
     "index_topk",
     "infllm_scores",
+    "latent_append",
     "latent_attention",
     "merge_partials",
     "normalise",
     "quest_scores",
     "repair_merge",
+    "rotate_append",
     "select_blocks",
     "slots_of",
     "tally",
