@@ -218,8 +218,7 @@ class SparseMLA(_Attention):
         else:
             attention = LatentAttention(layer, new.asked, query, token, kernels, self.scaling, on_device=True)
             statistics = handle.recorder.statistics_of(cache)
-            output, _ = decode_step(attention, self.layer_idx, statistics, False, overlap)
+            output, _ = decode_step(attention, self.layer_idx, statistics, False, cache.late, overlap)
             attended = attention.attended
         output = self.put_out(moved.values(output, fused), fused)
-        overlap.join()
         return output, attended if self.hands_selection_on else None

@@ -1,5 +1,6 @@
 """Kernels of exact sparse decoding: block summaries, compressed keys, Quest and InfLLM-v2
-scores, exact top-k, block partials, canonical merge, EMA; and a layer's linear parts over one token.
+scores, exact top-k, block partials, canonical merge, EMA; and a layer's linear parts over one token, also of latent
+attention.
 
 Every op has a plain-torch reference in `reference/`: the definition of correct, and what runs on a CPU. On a CUDA GPU
 with Triton the kernels of `triton_kernels/` run.

@@ -65,8 +65,8 @@ def rotate_append(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """The query of one new token a batch row after RoPE, [B, H*G, D]; its key, after RoPE, and its value go to column
-    end - 1 of the buffers. Rounded to the dtype after every product and sum, as transformers' modules round: to the bit in
-    half precision, while in float32 a product and its sum may be rounded as one.
+    end - 1 of the buffers. Rounded to the dtype after every product and sum, as transformers' modules round: to the bit
+    in half precision, while in float32 a product and its sum may be rounded as one.
 
     Args:
         states: [B, G * H * D + H * D + H * D'], what the projections of query, key and value gave, side by side.

@@ -18,11 +18,11 @@ def _queries(
     D: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, AP: tl.constexpr, CS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CS channels of one head; the first program of it also hands on the RoPE part."""
-    wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     d, c = tl.arange(0, DP), tl.program_id(0) * CS + tl.arange(0, CS)
     at = up + h * u_h + d[:, None] * u_d + c[None, :] * u_c
     weights = tl.load(at, mask=(d < D)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    wait_for_previous(PDL)  # weights are there before the kernel in front is done
     query = tl.load(queries + b * q_b + h * q_h + d * q_d, mask=d < D, other=0.0).to(tl.float32)
     moved = tl.sum(weights * query[:, None], axis=0)
     output += (b * H + h) * (C + A)
@@ -38,12 +38,12 @@ def _values(
     D: tl.constexpr, C: tl.constexpr, DS: tl.constexpr, CP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """DS channels of one head."""
-    wait_for_previous(PDL)
     dtype: tl.constexpr = down.dtype.element_ty
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     d, c = tl.program_id(0) * DS + tl.arange(0, DS), tl.arange(0, CP)
     at = down + h * w_h + d[:, None] * w_d + c[None, :] * w_c
     weights = tl.load(at, mask=(d < D)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     latent = tl.load(latents + b * l_b + h * l_h + c * l_c, mask=c < C, other=0.0).to(dtype).to(tl.float32)
     value = tl.sum(weights * latent[None, :], axis=1)
     tl.store(output + (b * H + h) * D + d, value.to(dtype), mask=d < D)
