@@ -88,7 +88,8 @@ class SparseConfig:
             change while it runs are not seen.
         fused_layers: generate() on an NVIDIA GPU runs what a layer does beside attention for a decode token in four
             kernels over the model's own weights: of one batch row, in half precision, once it outgrew its budget, and
-            where these modules are plain. False calls the modules.
+            where these modules are plain. Latent attention does so in every forward of one token. False calls the
+            modules.
     """
 
     selector: str = "auto"

@@ -181,12 +181,18 @@ class BlockAttention:
 
 
 def decode_step(
-    attention: Any, layer_idx: int, statistics: Statistics, trace: bool, late: Late | None = None
+    attention: Any,
+    layer_idx: int,
+    statistics: Statistics,
+    trace: bool,
+    late: Late | None = None,
+    overlap: Overlap | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Predict, speculate beside the selection, repair and merge, and remember: `BlockAttention` or another class of its
     methods says how. Returns its result and the ids attended to, int32 [B, H, K].
 
-    late: joins what is remembered, if the caller does that later.
+    late: joins what is remembered, if the caller does that later.  overlap: the caller's, if something is under way in
+    it that attention is to wait for.
     """
     layer, token, kernels = attention.layer, attention.token, attention.kernels
     plan, like = layer.plan, token.forced
@@ -194,7 +200,7 @@ def decode_step(
     attention.calibrate()
     prior = layer.memory.prior
     ema = layer.memory.coefficients(plan.ema or DEFAULT_EMA, batch, device)
-    overlap = Overlap(device)
+    overlap = overlap or Overlap(device)
 
     early = predicted = like.new_empty((batch, attention.heads, 0))  # serial: nothing is early
     speculative = None

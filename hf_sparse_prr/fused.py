@@ -45,14 +45,16 @@ class Linears(NamedTuple):
     biases: tuple[torch.Tensor, ...] | None
 
 
-def _linears(modules: list[Any]) -> Linears | None:
-    """None unless they are linear layers as torch makes them, of one half precision and device, all with a bias or
-    none."""
+def linears(modules: list[Any], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Linears | None:
+    """None unless they are linear layers as torch makes them, without any hook (a sharded one sums in its own), of one
+    dtype and device, all with a bias or none."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if type(module) is not nn.Linear or type(weight) is not nn.Parameter or why_not_module(module) is not None:
             return None
-        if weight.dtype not in DTYPES or weight.device.type not in DEVICES or weight.stride(1) != 1:
+        if module._forward_hooks or module._forward_pre_hooks:
+            return None
+        if weight.dtype not in dtypes or weight.device.type not in DEVICES or weight.stride(1) != 1:
             return None
     weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
     if len({(weight.dtype, weight.device) for weight in weights}) > 1 or len({bias is None for bias in biases}) > 1:
@@ -85,17 +87,17 @@ class FusedLayer:
         self.norms = decoder.input_layernorm, decoder.post_attention_layernorm
         self.after = [getattr(decoder, f"post_{part}_layernorm", None) for part in ("self_attn", "mlp")]  # GLM-4
         if attention.fuses() and why_not_module(attention) is None:
-            states, out = _linears([getattr(attention, name) for name in names]), _linears([attention.o_proj])
+            states, out = linears([getattr(attention, name) for name in names]), linears([attention.o_proj])
             if states and out and is_norm(self.norms[0], modeling):
                 self.states, self.out = states, out
         activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
         plain = type(mlp).__module__ == modeling.__name__ and type(activation).__name__ in _SILU
         if plain and why_not_module(mlp) is None and hasattr(mlp, "down_proj"):
             if hasattr(mlp, "gate_up_proj"):
-                gates = _halves(_linears([mlp.gate_up_proj]))
+                gates = _halves(linears([mlp.gate_up_proj]))
             else:
-                gates = _linears([mlp.gate_proj, mlp.up_proj]) if hasattr(mlp, "gate_proj") else None
-            down = _linears([mlp.down_proj])
+                gates = linears([mlp.gate_proj, mlp.up_proj]) if hasattr(mlp, "gate_proj") else None
+            down = linears([mlp.down_proj])
             if gates and down and is_norm(self.norms[1], modeling):
                 self.gates, self.down = gates, down
 
@@ -138,7 +140,7 @@ def layer_of(handle: "PatchHandle", decoder: Any) -> Layer:
     known = type(decoder).__module__ == getattr(getattr(attention, "modeling", None), "__name__", None)
     if not handle.config.fused_layers or not known or why_not_module(decoder) is not None:
         return stock
-    if handle.indexer is not None or handle.kinds[attention.layer_idx]:  # tokens by an indexer; a window
+    if handle.indexer is not None or handle.kinds[attention.layer_idx]:  # its attention does it alone; a window
         return stock
     fused = FusedLayer(decoder, handle.kernels.module)
     if not fused.parts:

@@ -304,7 +304,9 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
             if tokens is not None and tokens < _SOME:
                 reason = f"fewer than {_SOME} tokens were to come"
             handle.graphs.reason = reason or why_not(handle, decoders[first:], first)
-            handle.graphs.fused = 0
+            # Where an indexer selects, attention fuses its own linear parts
+            latent: list[Any] = handle.modules if handle.indexer is not None and handle.config.fused_layers else []
+            handle.graphs.fused = sum(attention.fuses() for attention in latent)
             known = {at: decoder for at, decoder in enumerate(decoders) if decoder is not None}
             layers = {at: layer_of(handle, decoder) for at, decoder in known.items()}
             if handle.graphs.reason is None:

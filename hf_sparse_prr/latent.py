@@ -110,8 +110,11 @@ class LatentAttention:
     def calibrate(self) -> None:
         """Nothing: 81 candidates over tokens took 2.2 s a layer at 16K (one CPU thread), a step 10 ms."""
 
-    def speculate(self, early: torch.Tensor) -> torch.Tensor:
-        """What is read before the selection is known."""
+    def speculate(self, early: torch.Tensor) -> torch.Tensor | None:
+        """What is read before the selection is known. None for kernels that would read it again: a listed row would
+        have to be found among what is held. The counters take predictions as read all the same."""
+        if getattr(self.kernels, "backend", "reference") != "reference":
+            return None
         return self.kernels.gather_tokens(*self._data, early)
 
     def select(self, predicted: torch.Tensor | None, previous: torch.Tensor | None) -> Selection:
@@ -141,6 +144,7 @@ class LatentAttention:
 
     def repair(self, attended: torch.Tensor, early: torch.Tensor, speculative: torch.Tensor | None) -> torch.Tensor:
         """fp32 [B, 1, H, C]."""
+        early = early[:, :, :0] if speculative is None else early
         return self.kernels.latent_attention(
             self.query, *self._data, self.attended, early, speculative, scale=self.scale
         )

@@ -50,6 +50,7 @@ class Overlap:
     def __init__(self, device: torch.device) -> None:
         self._main = self._side = None
         self._forked = False
+        self._held: list[Any] = []
         if device.type == "cuda" and not torch.compiler.is_compiling():
             self._main = torch.cuda.current_stream(device)
             self._side = side_of(self._main)
@@ -65,8 +66,14 @@ class Overlap:
         with torch.cuda.stream(self._side):
             yield
 
+    def hold(self, *tensors: Any) -> None:
+        """Keep what the main stream has made and the side one reads: freed before the next `join`, its memory could be
+        given to the main stream again."""
+        self._held += tensors
+
     def join(self) -> None:
         """Let the main stream wait for what runs beside it."""
         if self._side is not None and self._main is not None and self._forked:
             self._main.wait_stream(self._side)  # unforked it isn't part of a capture, and must not be waited for
             self._forked = False
+        self._held.clear()

@@ -1,6 +1,6 @@
 """The matrices by which a projection of latents moves into queries and outputs, whatever the module is."""
 
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -20,8 +20,12 @@ class Absorbed(NamedTuple):
         moved = torch.einsum("bhqn,bhnc->bqhc" if self.up.dim() == 4 else "bhqn,hnc->bqhc", nope, self.up)
         return torch.cat([moved, rope.transpose(1, 2)], dim=-1)
 
-    def values(self, latents: torch.Tensor) -> torch.Tensor:
-        """[B, Q, H, value channels] of attended latents [B, Q, H, C]."""
+    def values(self, latents: torch.Tensor, kernels: Any = None) -> torch.Tensor:
+        """[B, Q, H, value channels] of attended latents [B, Q, H, C]. kernels: of a token whose linear parts are
+        fused."""
+        if kernels is not None and self.down.dim() == 3 and self.shift is None:
+            values: torch.Tensor = kernels.absorb_values(latents[:, 0], self.down)[:, None]
+            return values
         how = "bqhc,bhvc->bqhv" if self.down.dim() == 4 else "bqhc,hvc->bqhv"
         values = torch.einsum(how, latents.to(self.down.dtype), self.down)
         return values if self.shift is None else values + self.shift
@@ -41,14 +45,25 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
+def plainly_absorbed(
+    linear: nn.Module, latents: torch.Tensor, key_channels: int, value_channels: int
+) -> Absorbed | None:
+    """As `absorbed`, of a projection that is plain and where its latents are; None of any other."""
+    if not is_plain(linear) or linear.weight.dtype != latents.dtype or linear.weight.device != latents.device:
+        return None
+    sizes = [key_channels, value_channels]
+    up, down = linear.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return Absorbed(up, down, None)
+
+
 def absorbed(linear: nn.Module, latents: torch.Tensor, key_channels: int, value_channels: int) -> Absorbed:
     """Of a projection of latents [B, .., C] to each head's key and value; its heads are those of this process under
     tensor parallelism. A module that isn't plain is asked: it is called on the unit vectors and on 0, for each row of
     the batch, which may have adapters of its own, and each time, for nothing says when an adapter or a hook changes."""
+    plain = plainly_absorbed(linear, latents, key_channels, value_channels)
+    if plain is not None:
+        return plain
     sizes = [key_channels, value_channels]
-    if is_plain(linear) and linear.weight.dtype == latents.dtype and linear.weight.device == latents.device:
-        up, down = linear.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
-        return Absorbed(up, down, None)
     batch, channels = latents.shape[0], latents.shape[-1]
     asked = torch.eye(channels + 1, channels, dtype=latents.dtype, device=latents.device)  # the last row is 0
     answer = linear(asked.expand(batch, -1, -1)).unflatten(2, (-1, sum(sizes)))

@@ -10,6 +10,7 @@ class SparseDeepseekV32Attention(SparseMLA, deepseek_v32.DeepseekV32Attention):
 
     stock, modeling = deepseek_v32.DeepseekV32Attention, deepseek_v32
     rotate_index = staticmethod(deepseek_v32.apply_rotary_pos_emb)
+    index_rotates = "halves"
 
 
 ATTENTION = {"deepseek_v32": SparseDeepseekV32Attention}

@@ -37,6 +37,7 @@ class SparseGlmMoeDsaAttention(SparseMLA, glm_moe_dsa.GlmMoeDsaAttention):
     stock, modeling = glm_moe_dsa.GlmMoeDsaAttention, glm_moe_dsa
     extra_arguments = SparseMLA.extra_arguments | {"prev_topk_indices"}
     rotate_index = staticmethod(glm_moe_dsa.apply_rotary_pos_emb_interleave)
+    index_rotates = "neighbours"
     hands_on = True
 
 

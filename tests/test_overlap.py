@@ -1,6 +1,7 @@
 """Side streams: who shares one. What they order is tested on a GPU, in test_gpu_graph.py."""
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +42,13 @@ def test_on_a_cpu_everything_runs_in_order():
     with side.beside():
         pass
     side.join()
+
+
+def test_what_is_held_is_let_go_when_the_streams_join():
+    side, held = overlap.Overlap(torch.device("cpu")), torch.zeros(1)
+    seen = weakref.ref(held)
+    side.hold(held, None)
+    del held
+    assert seen() is not None
+    side.join()
+    assert seen() is None

@@ -78,6 +78,26 @@ def indexer_step(ops, dtype):
         ops.latent_attention(asked, latents, ropes, tokens, tokens[:, :, :0], None, scale=0.1)
 
 
+def latent_token(ops, dtype):
+    """Between the projections of a token: heads that don't fill a program, and channels that no tile."""
+    batch, columns, heads, dim, channels, rotated = 2, 33, 11, 24, 80, 12
+    latents, ropes = (
+        torch.randn(batch, columns, channels, dtype=dtype),
+        torch.randn(batch, columns, rotated, dtype=dtype),
+    )
+    keys, end = torch.randn(batch, columns, 20, dtype=dtype), torch.tensor([1, columns])
+    queries = torch.randn(batch, heads, dim + rotated, dtype=dtype)
+    compressed, norm = torch.randn(batch, channels + rotated, dtype=dtype), torch.randn(channels, dtype=dtype)
+    cos = sin = torch.randn(1, rotated, dtype=dtype)
+    turned = ops.latent_append(queries[..., dim:], compressed, cos, sin, norm, latents, ropes, end, eps=1e-6)
+    asked, key, own = (torch.randn(size, dtype=dtype) for size in ((batch, 9 * 20), (batch, 20), 20))
+    for interleaved in (False, True):
+        how = dict(eps=1e-6, share=0.5, interleaved=interleaved)
+        ops.index_append(asked, key, torch.randn(batch, 9), cos, sin, own, own, keys, end, **how)
+    ops.absorb_queries(queries[..., :dim], turned, torch.randn(heads, dim, channels, dtype=dtype))
+    ops.absorb_values(torch.randn(batch, heads, channels), torch.randn(heads, 13, channels, dtype=dtype))
+
+
 def main():
     torch.set_default_device("cuda")
     ops = kernels.get_local_kernel(FOLDER)
@@ -93,6 +113,7 @@ def main():
     long_rows(ops)
     for dtype in (torch.bfloat16, torch.float32):
         indexer_step(ops, dtype)
+        latent_token(ops, dtype)
     torch.cuda.synchronize()
     print("every kernel ran:", ops.backend)
 

@@ -246,7 +246,7 @@ def test_ema_without_blocks(ops):
 # ---- ema_step
 
 
-@pytest.mark.parametrize("blocks", [1, 37, 1500])
+@pytest.mark.parametrize("blocks", [1, 37, 1500, 16385, 20000])
 def test_ema_step_has_the_bits_of_its_three_parts(ops, assert_same_bits, blocks):
     rng = np.random.default_rng(blocks)
     scores, level, trend = (torch.tensor(rng.standard_normal((3, 2, blocks)), dtype=torch.float32) for _ in range(3))

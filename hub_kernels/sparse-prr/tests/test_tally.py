@@ -34,13 +34,13 @@ def lists(rng, shape, blocks, slots):
 
 
 @pytest.mark.parametrize("scored", [True, False])
-@pytest.mark.parametrize(("slots", "guesses"), [(13, 13), (1, 40), (70, 200), (5, 0)])
+@pytest.mark.parametrize(("slots", "guesses"), [(13, 13), (1, 40), (70, 200), (5, 0), (70, 300), (1100, 257), (3, 511)])
 def test_tally_counts(ops, slots, guesses, scored):
     rng = np.random.default_rng(slots)
-    free, predicted = lists(rng, (3, 2), 210, slots), lists(rng, (3, 2), 210, guesses)
-    must = torch.tensor([210, 211], dtype=torch.int32).expand(3, 2, 2)
+    free, predicted = lists(rng, (3, 2), 1210, slots), lists(rng, (3, 2), 1210, guesses)
+    must = torch.tensor([1210, 1211], dtype=torch.int32).expand(3, 2, 2)
     selected = torch.cat([free, must], dim=2)
-    importance = torch.tensor(rng.random((3, 2, 210)), dtype=torch.float32) if scored else None
+    importance = torch.tensor(rng.random((3, 2, 1210)), dtype=torch.float32) if scored else None
     if scored:
         importance[0, 0] = 0.0
     arguments = (selected, free, predicted, importance, 1, torch.tensor([150, 0, 9]))

@@ -1,5 +1,6 @@
 """Kernels of exact sparse decoding: block summaries, compressed keys, Quest and InfLLM-v2
-scores, exact top-k, block partials, canonical merge, EMA; and a layer's linear parts over one token.
+scores, exact top-k, block partials, canonical merge, EMA; and a layer's linear parts over one token, also of latent
+attention.
 
 Every op has a plain-torch reference in `reference/`: the definition of correct, and what runs on a CPU. On a CUDA GPU
 with Triton the kernels of `triton_kernels/` run.
@@ -29,6 +30,8 @@ from .reference import (
     slots_of,
 )
 
+absorb_queries = dispatch.by_device(reference.absorb_queries)
+absorb_values = dispatch.by_device(reference.absorb_values)
 append_states = dispatch.by_device(reference.append_states)
 block_partials = dispatch.by_device(reference.block_partials)
 compress_keys = dispatch.by_device(reference.compress_keys)
@@ -36,9 +39,11 @@ ema_step = dispatch.by_device(reference.ema_step)
 forced_blocks = dispatch.by_device(reference.forced_blocks)
 grouped_linear = dispatch.by_device(reference.grouped_linear)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
+index_append = dispatch.by_device(reference.index_append)
 index_scores = dispatch.by_device(reference.index_scores)
 index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
+latent_append = dispatch.by_device(reference.latent_append)
 latent_attention = dispatch.by_device(reference.latent_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
@@ -56,6 +61,8 @@ __all__ = [
     "Partials",
     "Reach",
     "TopKStats",
+    "absorb_queries",
+    "absorb_values",
     "append_states",
     "ascending",
     "backend",
@@ -68,9 +75,11 @@ __all__ = [
     "gather_tokens",
     "grouped_linear",
     "gvr_topk",
+    "index_append",
     "index_scores",
     "index_topk",
     "infllm_scores",
+    "latent_append",
     "latent_attention",
     "merge_partials",
     "normalise",

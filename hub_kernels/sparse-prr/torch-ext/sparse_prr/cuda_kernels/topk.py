@@ -88,9 +88,13 @@ def topk_threshold(scores: torch.Tensor, k: int, *, lengths: torch.Tensor | None
 def select_blocks(
     scores: torch.Tensor, forced: torch.Tensor, k: int, *, hint: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, in the same one launch: forced and free blocks come out merged."""
+    """As the reference, in the same one launch: forced and free blocks come out merged. Where none is forced (tokens of
+    an indexer, whose rows are long), as `gvr_topk`."""
     k = check_select_arguments(scores, forced, k, hint)
     batch, heads, _ = scores.shape
+    if forced.shape[2] == 0:
+        free = gvr_topk(scores.flatten(0, 1), k).view(batch, heads, k)  # type: ignore[union-attr]
+        return free.clone(), free
     selected = torch.empty((batch, heads, forced.shape[2] + k), dtype=torch.int32, device=scores.device)
     free = torch.empty((batch, heads, k), dtype=torch.int32, device=scores.device)
     ops.select_blocks(selected, free, _with_unit_stride(scores), forced)

@@ -1,11 +1,13 @@
 """Plain-torch references of every op: the definition of correct, and what runs where no kernel does."""
 
+from .absorb import absorb_queries, absorb_values
 from .append import append_states
 from .attend import Partials, block_partials
 from .compress import compress_keys
 from .forced import Reach, forced_blocks
 from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
+from .latent_states import index_append, latent_append
 from .linear import grouped_linear
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
@@ -23,6 +25,8 @@ __all__ = [
     "Partials",
     "Reach",
     "TopKStats",
+    "absorb_queries",
+    "absorb_values",
     "append_states",
     "ascending",
     "backend",
@@ -35,9 +39,11 @@ __all__ = [
     "gather_tokens",
     "grouped_linear",
     "gvr_topk",
+    "index_append",
     "index_scores",
     "index_topk",
     "infllm_scores",
+    "latent_append",
     "latent_attention",
     "merge_partials",
     "normalise",

@@ -47,8 +47,8 @@ def tally(
     one where there is a prediction and a score above 0.
 
     Args:
-        selected: int32 [B, H, F + K].  free: int32 [B, H, K], below N, which isn't checked.  predicted: int32
-            [B, H, J].
+        selected: int32 [B, H, F + K].  free: int32 [B, H, K], below N.  predicted: int32 [B, H, J], ascending, -1
+            last. Neither is checked.
         importance: fp32 [B, H, N] from `normalise`; None where nothing is ever predicted.  last: [B] integer.
 
     Raises:

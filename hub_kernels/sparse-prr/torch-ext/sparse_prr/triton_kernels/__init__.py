@@ -4,11 +4,13 @@ Every kernel reads strides, so views cost no copy, and offsets are 64-bit. Nothi
 """
 
 from ..reference.topk import topk_threshold  # a guess, which this folder's top-k doesn't need
+from .absorb import absorb_queries, absorb_values
 from .append import append_states
 from .attend import block_partials
 from .forced import forced_blocks
 from .index import index_scores, index_topk
 from .latent import latent_attention
+from .latent_states import index_append, latent_append
 from .linear import grouped_linear
 from .merge import merge_partials, repair_merge
 from .predict import ema_step
@@ -19,6 +21,8 @@ from .tally import tally
 from .topk import gvr_topk, select_blocks
 
 __all__ = [
+    "absorb_queries",
+    "absorb_values",
     "append_states",
     "block_partials",
     "compress_keys",
@@ -26,9 +30,11 @@ __all__ = [
     "forced_blocks",
     "grouped_linear",
     "gvr_topk",
+    "index_append",
     "index_scores",
     "index_topk",
     "infllm_scores",
+    "latent_append",
     "latent_attention",
     "merge_partials",
     "quest_scores",

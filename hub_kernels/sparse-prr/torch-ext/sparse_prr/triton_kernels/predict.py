@@ -14,24 +14,47 @@ def _finite(x):
     return (x == x) & (x != float("inf")) & (x != float("-inf"))
 
 
+_LONG = 16384  # blocks of a row from which on each program reads the extremes of parts, not the row
+_PART = 4096
+
+
+@triton.jit
+def _extremes(scores, lows, highs, N, H, x_b, x_h, x_n, PART: tl.constexpr, PDL: tl.constexpr):
+    """Of PART blocks of one row the least finite score and the largest."""
+    wait_for_previous(PDL)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    n = (tl.program_id(0) * PART + tl.arange(0, PART)).to(tl.int64)
+    x = tl.load(scores + b * x_b + h * x_h + n * x_n, mask=n < N, other=float("nan"))
+    finite, at = _finite(x), (b * H + h) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(lows + at, tl.min(tl.where(finite, x, float("inf")), axis=0))
+    tl.store(highs + at, tl.max(tl.where(finite, x, float("-inf")), axis=0))
+
+
 @triton.jit
 def _ema_step(
-    scores, level, trend, ema, last, new_level, new_trend, expected, importance, first, N, H,
+    scores, lows, highs, level, trend, ema, last, new_level, new_trend, expected, importance, first, N, H, parts,
     x_b, x_h, x_n, l_b, l_h, l_n, t_b, t_h, t_n, c_b, c_i, e_b,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK blocks of one row. Each program finds the extremes of the whole row. fp64 where the reference has it:
-    max - min may exceed fp32. Products and sums are not fused, so that the bits are the reference's."""
+    """CHUNK blocks of one row. Each program finds the extremes of the whole row, or of what is known of its parts. fp64
+    where the reference has it: max - min may exceed fp32. Products and sums are not fused, so that the bits are the
+    reference's."""
     wait_for_previous(PDL)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, i = scores + b * x_b + h * x_h, tl.arange(0, 4 * CHUNK)
     low, high = tl.full([4 * CHUNK], float("inf"), tl.float32), tl.full([4 * CHUNK], float("-inf"), tl.float32)
-    for begin in range(0, N, 4 * CHUNK):
-        n = (begin + i).to(tl.int64)
-        x = tl.load(row + n * x_n, mask=n < N, other=float("nan"))
-        finite = _finite(x)
-        low = tl.minimum(low, tl.where(finite, x, float("inf")))
-        high = tl.maximum(high, tl.where(finite, x, float("-inf")))
+    if LONG:
+        for begin in range(0, parts, 4 * CHUNK):
+            n, mine = begin + i, (b * H + h) * parts
+            low = tl.minimum(low, tl.load(lows + mine + n, mask=n < parts, other=float("inf")))
+            high = tl.maximum(high, tl.load(highs + mine + n, mask=n < parts, other=float("-inf")))
+    else:
+        for begin in range(0, N, 4 * CHUNK):
+            n = (begin + i).to(tl.int64)
+            x = tl.load(row + n * x_n, mask=n < N, other=float("nan"))
+            finite = _finite(x)
+            low = tl.minimum(low, tl.where(finite, x, float("inf")))
+            high = tl.maximum(high, tl.where(finite, x, float("-inf")))
     bottom, top = tl.min(low, axis=0), tl.max(high, axis=0)
     wide = (top > bottom).to(tl.int32)
     least = bottom.to(tl.float64)
@@ -60,15 +83,22 @@ def _ema_step(
 def ema_step(
     scores: torch.Tensor, level: torch.Tensor, trend: torch.Tensor, ema: torch.Tensor, first: int, last: torch.Tensor
 ) -> EmaStep:
-    """As the reference, bit for bit. Programs of CHUNK blocks: one a row took 12 us at 8192 blocks."""
+    """As the reference, bit for bit. Programs of CHUNK blocks: one a row took 12 us at 8192 blocks. Where blocks are
+    tokens, rows are long: that each program reads the whole of one would be more than all else."""
     check_ema_arguments(scores, level, trend, ema, last)
     batch, heads, blocks = scores.shape
     step = EmaStep(*(torch.empty((batch, heads, blocks), dtype=torch.float32, device=scores.device) for _ in range(4)))
     if scores.numel():
-        tuned = config("ema_step", scores)
+        tuned, long = config("ema_step", scores), blocks > _LONG
+        parts = triton.cdiv(blocks, _PART)
+        lows, highs = scores.new_empty((2, batch * heads * parts if long else 0))
+        if long:
+            _extremes[(parts, heads, batch)](
+                scores, lows, highs, blocks, heads, *scores.stride(), PART=_PART, **options(scores, num_warps=8)
+            )
         _ema_step[(triton.cdiv(blocks, tuned["CHUNK"]), heads, batch)](
-            scores, level, trend, ema, last, *step, first, blocks, heads,
+            scores, lows, highs, level, trend, ema, last, *step, first, blocks, heads, parts,
             *scores.stride(), *level.stride(), *trend.stride(), *ema.stride(), *last.stride(),
-            **options(scores, enable_fp_fusion=False, **tuned),
+            LONG=long, **options(scores, enable_fp_fusion=False, **tuned),
         )  # fmt: skip
     return step
