@@ -40,6 +40,7 @@ OPS = (
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "masked_attention",
     "merge_partials",
     "normalise",
     "quest_scores",

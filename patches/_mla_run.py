@@ -144,7 +144,8 @@ class Run:
         return dense < _GATHERED * sparse
 
     def _dense(self, begin: int, end: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """By the stock attention function over expanded K/V, under a mask of what was chosen."""
+        """Over expanded K/V, under a mask of what was chosen: by the stock attention function, or on a GPU by a kernel
+        that takes the mask as it is."""
         module, columns = self.module, self.step.begin + end
         if self._expanded is None:
             whole = self.step.begin + self.step.count
@@ -153,6 +154,11 @@ class Run:
         seen = torch.zeros((*chosen.shape[:2], columns + 1), dtype=torch.bool, device=chosen.device)
         seen.scatter_(2, torch.where(chosen >= 0, chosen, columns).long(), True)
         seen = seen[:, :, :columns]
+        if self._has_kernel(chosen):
+            nope, rope = (part[:, :, begin:end] for part in (self.new.nope, self.new.rope))
+            data = (keys[..., : nope.shape[3]], self.layer.values[:, 0, :columns], values, seen)
+            first = self.step.begin + begin
+            return self.kernels.masked_attention(nope, rope, *data, first, scale=module.scaling), None
         own = torch.arange(self.step.begin + begin, columns, device=chosen.device)
         nothing = ~seen.any(dim=2)  # padding: what it attends to is of no use, but must be a number
         seen[:, torch.arange(end - begin, device=chosen.device), own] |= nothing
@@ -167,6 +173,13 @@ class Run:
             mask = given.masked_fill(~seen[:, None], torch.finfo(given.dtype).min if given.is_floating_point() else 0)
         with without_cudnn() if on_gpu("sdpa", query.device) else nullcontext():
             return attention(module, query, keys, values, mask, dropout=0.0, scaling=module.scaling, **self.kwargs)
+
+    def _has_kernel(self, chosen: torch.Tensor) -> bool:
+        """Of a plain prompt in half precision. Its weights aren't kept, and the stock masks aren't per token."""
+        plain = self.mask is None and self.module.config._attn_implementation != "eager"
+        half = self.new.latent.dtype in (torch.bfloat16, torch.float16)
+        on_gpu = chosen.is_cuda and self.handle.kernels.backend in ("cuda", "triton")
+        return plain and half and on_gpu and not torch.compiler.is_compiling()
 
     def _absorbed_query(self, begin: int, end: int) -> torch.Tensor:
         """[B, Q, H, C + A]"""

@@ -45,6 +45,7 @@ index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
 latent_append = dispatch.by_device(reference.latent_append)
 latent_attention = dispatch.by_device(reference.latent_attention)
+masked_attention = dispatch.by_device(reference.masked_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
 repair_merge = dispatch.by_device(reference.repair_merge)
@@ -81,6 +82,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "masked_attention",
     "merge_partials",
     "normalise",
     "quest_scores",

@@ -9,6 +9,7 @@ from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
 from .latent_states import index_append, latent_append
 from .linear import grouped_linear
+from .masked import masked_attention
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
 from .rotate import rotate_append
@@ -45,6 +46,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "masked_attention",
     "merge_partials",
     "normalise",
     "quest_scores",

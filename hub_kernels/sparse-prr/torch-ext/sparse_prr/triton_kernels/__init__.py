@@ -12,6 +12,7 @@ from .index import index_scores, index_topk
 from .latent import latent_attention
 from .latent_states import index_append, latent_append
 from .linear import grouped_linear
+from .masked import masked_attention
 from .merge import merge_partials, repair_merge
 from .predict import ema_step
 from .rotate import rotate_append
@@ -36,6 +37,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "masked_attention",
     "merge_partials",
     "quest_scores",
     "repair_merge",
