@@ -138,6 +138,18 @@ def test_float32_stays_with_the_modules(monkeypatch):
     assert not calls
 
 
+def test_hooks_on_all_modules_are_heard(monkeypatch):
+    calls, heard = counted(monkeypatch), []
+    remove = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: heard.append(type(module)))
+    try:
+        with patch_model(tiny("llama", dtype=torch.bfloat16), **SPARSE) as handle:
+            greedy(handle.model, prompt(), tokens=4)
+    finally:
+        remove.remove()
+    assert not calls
+    assert heard
+
+
 class Wrapped(torch.nn.Module):
     """As an adapter or a quantised layer is."""
 
