@@ -168,6 +168,5 @@ def applies(handle: "PatchHandle", layer_idx: int, hidden_states: torch.Tensor, 
         return False
     begin = cache.tokens.length - 1 if cache.on_device else cache.layers[layer_idx].get_seq_length()
     decodes = begin >= (1 if cache.prompt_length is None else cache.prompt_length)
-    asks = kwargs.get("output_attentions") or getattr(handle.model.config, "output_attentions", False)
     elsewhere = torch.is_grad_enabled() or torch.is_autocast_enabled(device) or torch.compiler.is_compiling()
-    return decodes and not asks and not elsewhere and cache.tokens.all_longer(begin, plan.fits)
+    return decodes and not elsewhere and cache.tokens.all_longer(begin, plan.fits)

@@ -308,7 +308,10 @@ def decode_graph(handle: "PatchHandle", cache: SparseCache, tokens: int | None, 
             latent: list[Any] = handle.modules if handle.indexer is not None and handle.config.fused_layers else []
             handle.graphs.fused = sum(attention.fuses() for attention in latent)
             known = {at: decoder for at, decoder in enumerate(decoders) if decoder is not None}
-            layers = {at: layer_of(handle, decoder) for at, decoder in known.items()}
+            # Those that are asked for attentions or hidden states run as they are
+            layers = {
+                at: decoder.forward if asks_for_more else layer_of(handle, decoder) for at, decoder in known.items()
+            }
             if handle.graphs.reason is None:
                 tail = Tail(handle, cache, [layers[at] for at in range(first, len(plans))], first)
             for at, decoder in known.items():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from hf_sparse_prr.cache import SparseCache
+from hf_sparse_prr.cache import Look, SparseCache
 from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.interface import check_implementation
 
@@ -42,7 +42,9 @@ class SparseAttention(_Attention):
 
     def given_cache(self, cache: Any, past_key_values: Any, kwargs: dict[str, Any]) -> Any:
         """The one cache; it is `cache` since transformers 5.24 and `past_key_values` before. ValueError for two."""
-        check_implementation(self.config)
+        given = past_key_values if cache is None else cache
+        if not isinstance(given, SparseCache) or self.layer_idx <= given.leader:
+            check_implementation(self.config)
         if cache_argument() != "cache" and not isinstance(cache, SparseCache):
             if cache is not None:  # the paged cache of continuous batching, for the attention function
                 kwargs["cache"] = cache
@@ -56,6 +58,13 @@ class SparseAttention(_Attention):
         if self.layer_idx == self.binding.handle.leader and not self.training:
             self.binding.check_foreign(kwargs.get("cache") if cache is None else cache, mask, count)
 
+    def look(self, cache: SparseCache) -> Look:
+        """At the config, for all layers behind the first one of full attention."""
+        if cache.look is None or self.layer_idx <= cache.leader:
+            asked = bool(getattr(self.config, "output_attentions", False))
+            cache.look = Look(self.config._attn_implementation, asked)
+        return cache.look
+
     def check_cache(self, cache: SparseCache, kwargs: dict[str, Any]) -> bool:
         """ValueError where this model can't use the cache, or the weights that are asked for can't be given. Returns
         whether they are."""
@@ -67,11 +76,12 @@ class SparseAttention(_Attention):
         if cache.indexer != handle.indexer:
             expected, got = ("no indexer" if each is None else str(each) for each in (handle.indexer, cache.indexer))
             raise ValueError(f"cache: expected one for a model with {expected}, got one for {got}")
-        wants_weights = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-        if wants_weights and self.config._attn_implementation != "eager":
+        look = self.look(cache)
+        wants_weights = kwargs.get("output_attentions", look.wants_weights)
+        if wants_weights and look.implementation != "eager":
             raise ValueError(
                 "output_attentions: expected the eager attention implementation, got "
-                f"{self.config._attn_implementation!r}, which has none to return; call "
+                f"{look.implementation!r}, which has none to return; call "
                 "model.set_attn_implementation('eager')"
             )
         return bool(wants_weights)

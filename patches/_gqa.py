@@ -16,6 +16,7 @@ from hf_sparse_prr.compiled import attend
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
 from hf_sparse_prr.fused import is_norm
+from hf_sparse_prr.layer import ordinary, writes
 from hf_sparse_prr.patches._base import SparseAttention
 from hf_sparse_prr.report import Statistics
 from hf_sparse_prr.tokens import Step
@@ -54,7 +55,7 @@ class SparseGQA(_Attention):
         query = self.q_proj(hidden_states).view(heads)
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
-        if hasattr(self, "q_norm"):  # Qwen3, and GLM-4-MoE where its config says so
+        if "q_norm" in self._modules:  # Qwen3, and GLM-4-MoE where its config says so
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
@@ -83,7 +84,7 @@ class SparseGQA(_Attention):
         grad = torch.is_grad_enabled()
         project = partial(self.project, hidden_states, position_embeddings)
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             if cache.kinds[self.layer_idx]:  # a sliding window: transformers' own layer
                 try:
                     cache.check_settings(self.binding.handle.config)
@@ -106,8 +107,7 @@ class SparseGQA(_Attention):
         norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(self, name, None)) is not None]
         return self.rotates is not None and all(is_norm(norm, self.modeling) for norm in norms)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @writes
     def attend_states(
         self, states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> torch.Tensor:
@@ -134,7 +134,7 @@ class SparseGQA(_Attention):
             keys, values = states.new_empty((2, 1, self.config.num_key_value_heads, 1, self.head_dim))
             end = torch.ones(1, dtype=torch.int64, device=states.device)
         norms: dict[str, Any] = {}
-        if hasattr(self, "q_norm"):
+        if "q_norm" in self._modules:
             norms = dict(query_norm=self.q_norm.weight, key_norm=self.k_norm.weight, eps=self.q_norm.variance_epsilon)
         cos, sin = (angle[:, 0] for angle in position_embeddings)
         query = self.binding.handle.kernels.module.rotate_append(
@@ -156,8 +156,10 @@ class SparseGQA(_Attention):
         config = self.binding.handle.config
         try:
             query, key, value = project()
-            step = cache.begin(key, value, self.layer_idx, attention_mask, config, self.config.num_hidden_layers)
-            if self.layer_idx == cache.leader:
+            leads = self.layer_idx == cache.leader
+            depth = self.config.num_hidden_layers if leads else None
+            step = cache.begin(key, value, self.layer_idx, attention_mask, config, depth)
+            if leads:
                 self.binding.check_step(step, grad, key.device)
         except BaseException:  # raised again
             cache.undo(self.layer_idx)
@@ -245,12 +247,12 @@ class SparseGQA(_Attention):
         if all_sparse and not wants_weights:
             output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[3]))
         else:
-            implementation = self.config._attn_implementation
+            implementation = self.look(cache).implementation
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.modeling.eager_attention_forward)
             if on_gpu(implementation, query.device):
                 causal = step.dense_reason is None and not cache.tokens.padded
                 attention = partial(gpu_attention, causal=causal)
-            if hasattr(self, "sliding_window"):  # what Qwen's classes hand on; None in a layer of full attention
+            if "sliding_window" in self.__dict__:  # what Qwen's classes hand on; None in a layer of full attention
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attention(
                 self, query, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
