@@ -38,13 +38,16 @@ def _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP: tl
 
 
 @triton.jit
-def _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP: tl.constexpr, BT: tl.constexpr):
-    """Of BT columns: which are before T, which hold a token, and their keys [BT, EP]; others aren't read."""
+def _keys(keys, first, held, k_t, k_e, E, EP: tl.constexpr, BT: tl.constexpr):
+    """[BT, EP] of the columns from `first` on that are held [BT]; others aren't read."""
     t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
-    held = first + t < T
-    bits = tl.load(valid + (first + t) * m_t, mask=held, other=0)
-    k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
-    return held, bits != 0, k
+    return tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+
+
+@triton.jit
+def _real(valid, first, held, m_t, BT: tl.constexpr):
+    """Which of them hold a token."""
+    return tl.load(valid + (first + tl.arange(0, BT)) * m_t, mask=held, other=0) != 0
 
 
 @triton.jit
@@ -62,11 +65,12 @@ def _index(
     query, weights, keys, valid, end, scores, threshold, counts, entries, T, Q, tile, scale,
     q_b, q_q, q_i, q_e, w_b, w_q, w_i, k_b, k_t, k_e, m_b, m_t, e_b, e_q, t_b,
     I: tl.constexpr, E: tl.constexpr, IP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-    EMITS: tl.constexpr, PDL: tl.constexpr,
+    EMITS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`tile` columns, BT at a time, for BQ queries: keys are the rows of the product and index heads its columns.
 
-    One query has a loop of its own: keys are loaded ahead in the innermost one only."""
+    One query has a loop of its own: keys are loaded ahead in the innermost one only. A load of bytes isn't by itself;
+    AHEAD: what holds a token is loaded a step before, and no step waits for it."""
     wait_for_previous(PDL)
     b, asked = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64) * BQ
     t = tl.arange(0, BT)
@@ -80,13 +84,24 @@ def _index(
         x, w, limit = _asked(query, weights, end, 0, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
         entries += (b * tl.num_programs(0) + tl.program_id(0)) * tile * 2
         found = tl.full([], 0, tl.int32)
+        start = tl.program_id(0).to(tl.int64) * tile
+        # Of the program's columns, how many there are and how many are seen: in the loop, to compare 64 bits would be a
+        # tenth of the instructions
+        there = tl.minimum(T - start, tile).to(tl.int32)
+        left = tl.maximum(tl.minimum(limit - start, tile), 0).to(tl.int32)
+        if AHEAD:
+            following = _real(valid, start, t < left, m_t, BT)
         for begin in range(0, tile, BT):
-            first = tl.program_id(0).to(tl.int64) * tile + begin
-            held, real, k = _columns(keys, valid, first, limit, k_t, k_e, m_t, E, EP, BT)
-            score = _scored(k, x, w, held & real, scale, I, IP)
-            tl.store(scores + first + t, score, mask=first + t < T)
+            first = start + begin
+            k = _keys(keys, first, begin + t < left, k_t, k_e, E, EP, BT)
+            if AHEAD:
+                real, following = following, _real(valid, first + BT, begin + BT + t < left, m_t, BT)
+            else:
+                real = _real(valid, first, begin + t < left, m_t, BT)
+            score = _scored(k, x, w, real, scale, I, IP)
+            tl.store(scores + first + t, score, mask=begin + t < there)
             if EMITS:
-                hit = held & (score >= tl.load(threshold + b * t_b))
+                hit = score >= tl.load(threshold + b * t_b)
                 slot = found + tl.cumsum(hit.to(tl.int32), axis=0) - 1
                 tl.store(entries + 2 * slot, order_key(score).to(tl.int32, bitcast=True), mask=hit)
                 tl.store(entries + 2 * slot + 1, (first + t).to(tl.int32), mask=hit)
@@ -96,7 +111,8 @@ def _index(
     else:
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
-            held, real, k = _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP, BT)
+            held = first + t < T
+            k, real = _keys(keys, first, held, k_t, k_e, E, EP, BT), _real(valid, first, held, m_t, BT)
             for j in range(min(BQ, Q - asked)):
                 x, w, limit = _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
                 score = _scored(k, x, w, (first + t < limit) & real, scale, I, IP)
@@ -134,6 +150,7 @@ def score_tokens(
         query, weights, keys, valid, end, scores, *emitted, columns, queries, tile, scale,
         *query.stride(), *weights.stride(), *keys.stride(), *valid.stride(), *end.stride(), emitted[0].stride(0),
         I=heads, E=dim, IP=padded(heads), EP=padded(dim), BT=part, BQ=together, EMITS=candidates is not None,
+        AHEAD=queries == 1 and tile > 2 * part,
         **options(query, num_warps=_WARPS, num_stages=4 if queries == 1 else 3),
     )  # fmt: skip
     return scores, candidates
