@@ -98,6 +98,22 @@ def latent_token(ops, dtype):
     ops.absorb_values(torch.randn(batch, heads, channels), torch.randn(heads, 13, channels, dtype=dtype))
 
 
+def scored_rows(ops):
+    """Candidates that the indexer's scorer leaves, of programs of one step, two and eight: winners spread, winners in
+    one place, winners that are equal."""
+    for columns in (9001, 20_001, 131_000):
+        query, weights = torch.randn(3, 1, 4, 32, dtype=torch.bfloat16), torch.rand(3, 1, 4)
+        keys, valid = torch.randn(3, columns, 32, dtype=torch.bfloat16), torch.rand(3, columns) > 0.1
+        keys[1, 4000:4900] += query[1, 0, :1]
+        keys[2, 4000:7000] = 3 * query[2, 0, :1]
+        asked = (query, weights, keys, valid, torch.tensor([[columns], [columns - 9], [columns]]))
+        scores = ops.index_scores(*asked, scale=0.2)[:, 0]
+        for k in (64, 2048):
+            guess = ops.topk_threshold(scores, k)
+            for threshold in (guess, guess[:, 0], guess - 9, guess + 9, guess * float("nan")):
+                ops.index_topk(*asked, k, scale=0.2, threshold=threshold)
+
+
 def main():
     torch.set_default_device("cuda")
     ops = kernels.get_local_kernel(FOLDER)
@@ -111,6 +127,7 @@ def main():
         forced = torch.arange(0, columns, columns // slots, dtype=torch.int32)[:slots].expand(2, 3, -1).contiguous()
         ops.select_blocks(scores.scatter(2, forced.long(), float("nan")), forced, k)
     long_rows(ops)
+    scored_rows(ops)
     for dtype in (torch.bfloat16, torch.float32):
         indexer_step(ops, dtype)
         latent_token(ops, dtype)

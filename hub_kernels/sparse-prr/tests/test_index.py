@@ -1,6 +1,7 @@
 """Scores of an indexer: a float64 oracle, and what must change no bit."""
 
 import os
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -93,6 +94,27 @@ def test_index_scores_of_nothing(ops):
     nan = query.clone()
     nan[0, 2] = NAN
     assert ops.index_scores(nan, weights, keys, valid, end, scale=1.0)[0, 2].isnan().all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the Triton kernel alone; on a GPU test_cuda_index.py")
+@pytest.mark.parametrize("columns", [64, 65, 200, 700, 2048])  # steps of a program: 1, 2, 4, 11, 32
+def test_a_scorer_leaves_what_reaches_a_threshold(ops, columns, monkeypatch, assert_same_bits):
+    scorer = import_module(f"{ops.__name__}.triton_kernels.index")
+    order_keys = import_module(f"{ops.__name__}.reference.gvr").order_keys
+    query, keys = draw(0, B, 1, 3, 16), draw(1, B, columns, 16)
+    valid = torch.tensor(np.random.default_rng(3).random((B, columns)) > 0.2)
+    asked = (query, draw(2, B, 1, 3), keys, valid, torch.tensor([[columns], [columns - 7]]), 0.3)
+    scores = scorer.score_tokens(*asked, None)[0]
+    monkeypatch.setattr(scorer, "TILES", 1)
+    assert_same_bits(scorer.score_tokens(*asked, None)[0], scores)
+    for guess in (0.5, -INF, NAN):
+        again, (counts, entries) = scorer.score_tokens(*asked, torch.full((B, 2), guess))
+        assert_same_bits(again, scores)
+        for b in range(B):
+            expected = (scores[b, 0] >= guess).nonzero()[:, 0]
+            left = entries[b, 0, : counts[b, 0]]
+            assert torch.equal(left[:, 1].long(), expected)
+            assert_same_bits(left[:, 0], order_keys(scores[b, 0, expected]) ^ torch.iinfo(torch.int32).min)
 
 
 @pytest.mark.parametrize("queries", [1, 5])

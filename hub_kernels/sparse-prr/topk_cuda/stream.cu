@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "host.h"
+#include "scored.cuh"
 #include "tiles.cuh"
 
 using namespace sparse_prr;
@@ -75,6 +76,14 @@ template <typename T>
 void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t stream) {
   if (s.row.N <= 384 << 10) return launch_with_lists<stream_row<T, 8>>(s, rows, STREAM_THREADS, device, stream);
   return launch_with_lists<stream_row<T, 32>>(s, rows, STREAM_THREADS, device, stream);
+}
+
+template <typename T>
+void launch_refine_scored(const Stream& s, int64_t rows, int device, cudaStream_t stream) {
+  if (s.tiles > SCORED_THREADS / 4) return launch_refine<T>(s, rows, stream);
+  if (s.tiles > SCORED_THREADS / 8)
+    return launch_with_lists<refine_scored<T, 8>>(s, rows, SCORED_THREADS, device, stream);
+  return launch_with_lists<refine_scored<T, 4>>(s, rows, SCORED_THREADS, device, stream);
 }
 
 // Entries of a tile, a power of two: what a block has threads for. 32 tiles a row, of which `refine` keeps more
@@ -185,7 +194,10 @@ void topk_candidates(const Tensor& indices, const Tensor& candidates, const Tens
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   const Tensor lists = torch::stable::new_empty(scores, {rows * CAPACITY}, ScalarType::Long);
   s.lists = static_cast<uint2*>(lists.data_ptr());
-  by_type(scores, [&](auto type) { launch_refine<decltype(type)>(s, rows, stream_of(scores)); });
+  const int device = scores.get_device_index();
+  by_type(scores, [&](auto type) {
+    launch_refine_scored<decltype(type)>(s, rows, device, stream_of(scores));
+  });
 }
 
 void topk_threshold(const Tensor& threshold, const Tensor& scores, int64_t k, std::optional<Tensor> lengths) {

@@ -143,7 +143,8 @@ __device__ void gather_tile(const Stream& s, int64_t r, int tile, int count, uin
 __device__ inline Guess guess_of(const Stream& s, int64_t r) {
   if (s.guesses) return s.guesses[r];
   const float* given = s.threshold + r * s.threshold_stride;
-  const float low = given[0], high = s.reaches ? given[1] : low;  // both loads before either is looked at
+  float low = given[0], high = given[s.reaches];
+  asm volatile("" : "+f"(low), "+f"(high));  // both are loaded by now: the compiler puts a branch between them
   const uint32_t key = at_least(low), top = s.reaches ? max(key_of(high), key) : 0u;
   return {key, s.reaches && key > 1 ? shift_of(key, top) : 32, top};
 }

@@ -6,10 +6,10 @@ from .._ops import ops  # type: ignore[import-not-found]
 from ..reference.check import integer
 from ..reference.index import check_index_arguments
 from ..reference.topk import check_topk_arguments
-from ..triton_kernels.index import TILES, TOKENS, score_tokens
+from ..triton_kernels.index import score_tokens
 from .topk import MOST, gvr_topk
 
-_EMITTED = TILES * TOKENS
+_EMITTED = 128 << 10  # columns
 
 
 def index_topk(
@@ -24,8 +24,8 @@ def index_topk(
     hint: torch.Tensor | None = None,
     threshold: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference. With a threshold, for one query a batch row and up to 16K columns, the scores' kernel leaves
-    candidates and the top-k reads them alone: 1 us less. With more, the loop that leaves them loses it again."""
+    """As the reference. With a threshold, for one query a batch row and up to 128K columns, the scores' kernel leaves
+    candidates and the top-k reads them alone. With more, to leave them costs more than a pass over the scores."""
     check_index_arguments(query, weights, keys, valid, end)
     k, (batch, queries) = integer("k", k, 0), query.shape[:2]
     if threshold is None or queries != 1 or not 0 < k <= MOST or not 0 < keys.shape[1] <= _EMITTED:

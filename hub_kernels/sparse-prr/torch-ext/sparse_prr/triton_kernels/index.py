@@ -38,13 +38,16 @@ def _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP: tl
 
 
 @triton.jit
-def _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP: tl.constexpr, BT: tl.constexpr):
-    """Of BT columns: which are before T, which hold a token, and their keys [BT, EP]; others aren't read."""
+def _keys(keys, first, held, k_t, k_e, E, EP: tl.constexpr, BT: tl.constexpr):
+    """[BT, EP] of the columns from `first` on that are held [BT]; others aren't read."""
     t, e = tl.arange(0, BT), tl.arange(0, EP)[None, :]
-    held = first + t < T
-    bits = tl.load(valid + (first + t) * m_t, mask=held, other=0)
-    k = tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
-    return held, bits != 0, k
+    return tl.load(keys + first * k_t + (t[:, None] * k_t + e * k_e), mask=held[:, None] & (e < E), other=0.0)
+
+
+@triton.jit
+def _real(valid, first, held, m_t, BT: tl.constexpr):
+    """Which of them hold a token."""
+    return tl.load(valid + (first + tl.arange(0, BT)) * m_t, mask=held, other=0) != 0
 
 
 @triton.jit
@@ -58,15 +61,57 @@ def _scored(k, x, w, seen, scale, I, IP: tl.constexpr):
 
 
 @triton.jit
+def _ones(x):
+    """How many bits are set, of at most 16."""
+    x -= x >> 1 & 0x5555
+    x = (x & 0x3333) + (x >> 2 & 0x3333)
+    x = x + (x >> 4) & 0x0F0F
+    return x + (x >> 8) & 0x1F
+
+
+@triton.jit
+def _put(entries, slot, column, score, there):
+    entry = column.to(tl.uint64) << 32 | order_key(score).to(tl.uint64)
+    tl.store(entries + slot, entry.to(tl.int64, bitcast=True), mask=there)
+
+
+@triton.jit
+def _emit(hits, score, scores, start, count, entries, BT: tl.constexpr, STEPS: tl.constexpr):
+    """Candidates of a program's columns, in order. Bit s of hits [BT] is that of step s; score [BT]: of the last step.
+
+    Of several steps, a thread takes R neighbouring columns: it gathers their bits in one word."""
+    t = tl.arange(0, BT)
+    if STEPS == 1:
+        through = tl.cumsum(hits, axis=0)
+        _put(entries, through - 1, start + t, score, hits != 0)
+        tl.store(count + t * 0, through, mask=t == BT - 1)
+    else:
+        R: tl.constexpr = STEPS // 2
+        WORDS: tl.constexpr = 2 * BT
+        w, i = tl.arange(0, WORDS), tl.arange(0, R)[None, :]
+        tl.debug_barrier()  # what other threads have stored
+        bits = tl.trans(tl.reshape(hits, [BT // R, R]))[:, None, :] >> tl.arange(0, STEPS)[None, :, None] & 1
+        word = tl.reshape(tl.sum(bits << tl.arange(0, R)[:, None, None], axis=0), [WORDS])
+        there, column = word[:, None] >> i & 1 != 0, w[:, None] * R + i
+        again = tl.load(scores + column, mask=there, other=0.0)  # on its way during the scan
+        found = _ones(word)
+        through = tl.cumsum(found, axis=0)
+        tl.store(count + w * 0, through, mask=w == WORDS - 1)
+        slot = (through - found)[:, None] + _ones(word[:, None] & (1 << i) - 1)
+        _put(entries, slot, start + column, again, there)
+
+
+@triton.jit
 def _index(
     query, weights, keys, valid, end, scores, threshold, counts, entries, T, Q, tile, scale,
     q_b, q_q, q_i, q_e, w_b, w_q, w_i, k_b, k_t, k_e, m_b, m_t, e_b, e_q, t_b,
     I: tl.constexpr, E: tl.constexpr, IP: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-    EMITS: tl.constexpr, PDL: tl.constexpr,
+    EMITS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`tile` columns, BT at a time, for BQ queries: keys are the rows of the product and index heads its columns.
 
-    One query has a loop of its own: keys are loaded ahead in the innermost one only."""
+    One query has a loop of its own: keys are loaded ahead in the innermost one only. A load of bytes isn't by itself;
+    AHEAD: what holds a token is loaded a step before, and no step waits for it."""
     wait_for_previous(PDL)
     b, asked = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64) * BQ
     t = tl.arange(0, BT)
@@ -78,25 +123,36 @@ def _index(
     scores += (b * Q + asked) * T
     if BQ == 1:
         x, w, limit = _asked(query, weights, end, 0, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
-        entries += (b * tl.num_programs(0) + tl.program_id(0)) * tile * 2
-        found = tl.full([], 0, tl.int32)
+        if EMITS:  # before the loop, where it waits for nothing
+            least = tl.load(threshold + b * t_b)
+            hits = tl.zeros([BT], tl.int32)
+        start = tl.program_id(0).to(tl.int64) * tile
+        score = tl.zeros([BT], tl.float32)
+        # Of the program's columns, how many there are and how many are seen: in the loop, to compare 64 bits would be a
+        # tenth of the instructions
+        there = tl.minimum(T - start, tile).to(tl.int32)
+        left = tl.maximum(tl.minimum(limit - start, tile), 0).to(tl.int32)
+        if AHEAD:
+            following = _real(valid, start, t < left, m_t, BT)
         for begin in range(0, tile, BT):
-            first = tl.program_id(0).to(tl.int64) * tile + begin
-            held, real, k = _columns(keys, valid, first, limit, k_t, k_e, m_t, E, EP, BT)
-            score = _scored(k, x, w, held & real, scale, I, IP)
-            tl.store(scores + first + t, score, mask=first + t < T)
+            first = start + begin
+            k = _keys(keys, first, begin + t < left, k_t, k_e, E, EP, BT)
+            if AHEAD:
+                real, following = following, _real(valid, first + BT, begin + BT + t < left, m_t, BT)
+            else:
+                real = _real(valid, first, begin + t < left, m_t, BT)
+            score = _scored(k, x, w, real, scale, I, IP)
+            tl.store(scores + first + t, score, mask=begin + t < there)
             if EMITS:
-                hit = held & (score >= tl.load(threshold + b * t_b))
-                slot = found + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-                tl.store(entries + 2 * slot, order_key(score).to(tl.int32, bitcast=True), mask=hit)
-                tl.store(entries + 2 * slot + 1, (first + t).to(tl.int32), mask=hit)
-                found += tl.sum(hit.to(tl.int32), axis=0)
+                hits |= (score >= least).to(tl.int32) << (begin // BT)
         if EMITS:
-            tl.store(counts + b * tl.num_programs(0) + tl.program_id(0), found)
+            program = b * tl.num_programs(0) + tl.program_id(0)
+            _emit(hits, score, scores + start, start, counts + program, entries + program * tile, BT, STEPS)
     else:
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
-            held, real, k = _columns(keys, valid, first, T, k_t, k_e, m_t, E, EP, BT)
+            held = first + t < T
+            k, real = _keys(keys, first, held, k_t, k_e, E, EP, BT), _real(valid, first, held, m_t, BT)
             for j in range(min(BQ, Q - asked)):
                 x, w, limit = _asked(query, weights, end, j, T, q_q, q_i, q_e, w_q, w_i, e_q, I, E, IP, EP)
                 score = _scored(k, x, w, (first + t < limit) & real, scale, I, IP)
@@ -112,8 +168,8 @@ def score_tokens(
     scale: float,
     threshold: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Candidates | None]:
-    """Of checked arguments the scores, and with a threshold, fp32 [B] or [B, 2] for one query each, also the candidates
-    that it leaves."""
+    """Of checked arguments the scores, and with a threshold, fp32 [B] or [B, 2] for one query each and up to 512K
+    columns (a bit of int32 for each TOKENS of a program), also the candidates that it leaves."""
     batch, queries, heads, dim = query.shape
     columns = keys.shape[1]
     scores = torch.empty((batch, queries, columns), dtype=torch.float32, device=query.device)
@@ -127,13 +183,14 @@ def score_tokens(
         return scores, candidates
     valid, end = valid.view(torch.uint8), end.expand(batch, queries)
     together = 1 if queries == 1 else _QUERIES
-    emitted = (scores, scores, scores)
+    emitted, steps = (scores, scores, scores), triton.next_power_of_2(tile // part)
     if threshold is not None and candidates is not None:
-        emitted = (threshold, *candidates)
+        emitted = (threshold, candidates.counts, candidates.entries.view(torch.int64))
     _index[(tiles, triton.cdiv(queries, together), batch)](
         query, weights, keys, valid, end, scores, *emitted, columns, queries, tile, scale,
         *query.stride(), *weights.stride(), *keys.stride(), *valid.stride(), *end.stride(), emitted[0].stride(0),
         I=heads, E=dim, IP=padded(heads), EP=padded(dim), BT=part, BQ=together, EMITS=candidates is not None,
+        STEPS=steps if candidates is not None else 1, AHEAD=queries == 1 and steps > 2,
         **options(query, num_warps=_WARPS, num_stages=4 if queries == 1 else 3),
     )  # fmt: skip
     return scores, candidates
