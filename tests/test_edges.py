@@ -182,9 +182,8 @@ def test_continuous_batching_is_named(model):
         model.generate_batch(inputs=[prompt(100)[0].tolist()], generation_config=settings)
 
 
-def test_generate_never_compiles_a_sparse_cache(model):
-    cache = SparseCache(model, max_length=200)
-    seen = []
+def test_generate_never_compiles_a_cache_that_grows(model):
+    cache, seen = SparseCache(model), []
     original = type(model)._valid_auto_compile_criteria
 
     def spy(self, model_kwargs, generation_config):
