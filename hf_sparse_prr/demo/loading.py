@@ -61,6 +61,21 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
     return model.eval(), tokenizer
 
 
+def load_any(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load_model`, of a folder or a file; what is neither is a name on the Hub, fetched there if need be."""
+    if Path(name).exists() or name.endswith(".gguf"):
+        return load_model(Path(name), dtype)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _no_foreign_bars():
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise LoadError(f"{name}: no file or folder, and transformers could not fetch and load it: {error}") from error
+    return model.eval(), tokenizer
+
+
 @contextmanager
 def _no_foreign_bars() -> Iterator[None]:
     """Keep transformers' own progress bars off the terminal: the caller shows one."""
