@@ -54,8 +54,8 @@ def test_generate_gives_the_ids_of_one_gpu(settings, speculate):
 
 @pytest.mark.parametrize("model_type", ["llama", *INDEXED])
 def test_device_map_gives_the_ids_of_one_gpu(model_type, tmp_path):
-    """Two layers of four elsewhere, by from_pretrained; of GLM-MoE-DSA one that takes the tokens of a layer on the other
-    GPU. Two turns over one cache, beams, and side state that lives with its layer."""
+    """Two layers of four elsewhere, by from_pretrained; one of GLM-MoE-DSA takes tokens of a layer that isn't there.
+    Two turns over one cache, beams, and side state that lives with its layer."""
     halves = {f"model.layers.{i}": int(i in (1, 2)) for i in range(4)}
     halves |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), 0)
     tiny(model_type, layers=4).save_pretrained(tmp_path)
