@@ -53,10 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends its own after the terminal's
         code = EXIT_STOPPED
         _say(state, "stopped; the same command goes on from here")
-    if state.num_processes > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # threads of gloo that outlive the interpreter have aborted a process that was done
     return code
 
 
@@ -205,4 +201,7 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # threads of gloo that outlive the interpreter have aborted a process that was done

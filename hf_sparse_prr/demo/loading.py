@@ -35,13 +35,14 @@ def check_path(path: Path) -> None:
             )
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) from a model folder, or from a GGUF file whose weights are dequantised to `dtype`.
 
     Nothing is looked up on the network.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    path = Path(path)
     check_path(path)
     folder, source, quantization = path, {}, {}
     if path.is_file():
