@@ -2,7 +2,7 @@
 
 import typer
 
-from hf_sparse_prr.commands import ablation, bench, doctor, generate, profile, tune
+from hf_sparse_prr.commands import ablation, bench, doctor, generate, kernels, profile, tune
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -24,3 +24,4 @@ app.command()(tune.tune)
 app.command()(profile.profile)
 bench.bench.command()(ablation.ablation)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(kernels.kernels, name="kernels")
