@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
+from commandline import parse
 from models import prompt, tiny, tiny_llama
 
 from hf_sparse_prr import SparseConfig, launch_arguments, patches, unpatch_model
-from hf_sparse_prr.commands import app
 
 pytestmark = pytest.mark.compat
 ROOT = Path(__file__).parents[1]
@@ -64,17 +63,6 @@ def commands(path):
                 words.pop(0)
             if words:
                 yield line, words
-
-
-def parse(words):
-    """Let typer read the arguments of a command; it raises where it can't."""
-    command, name = typer.main.get_command(app), "hf-sparse-prr"
-    context = None
-    while hasattr(command, "commands"):
-        group = command
-        context = group.context_class(group, info_name=name, parent=context)
-        name, command, words = words[0], group.commands[words[0]], words[1:]
-    command.make_context(name, list(words), parent=context)
 
 
 EVERY = [pytest.param(line, words, id=f"{path.name}: {line[:50]}") for path in PAGES for line, words in commands(path)]

@@ -206,3 +206,16 @@ def test_what_is_no_kernel_repo_is_refused(text, words, tmp_path):
         result = call(command, tmp_path)
         assert result.exit_code == terminal.EXIT_USAGE
         assert words in result.stderr and result.stdout == ""
+
+
+def test_ctrl_c_while_building_leaves_the_last_build(repo, monkeypatch):
+    before = sorted(path.name for path in repo.rglob("*"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfile", interrupted)
+    result = call("build", repo)
+    assert result.exit_code == terminal.EXIT_STOPPED
+    assert "stopped; nothing half-written is left behind" in result.stderr
+    assert sorted(path.name for path in repo.rglob("*")) == before
