@@ -36,19 +36,27 @@ STATISTICS = ("selector_calls", "hit_rate", "hit_rate_weighted", "extra_rate", "
 SHOWN = 5  # bad lines in an error
 
 
+class MemoryLimit(RuntimeError):
+    """A prompt that doesn't fit the memory; the message says which."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command in this process, one of those that a launcher started, or alone. Returns the exit code.
 
-    0 done; 2 an argument, a file or a prompt is wrong; 3 the model can't be loaded or isn't supported; 130 stopped.
+    0 done; 2 an argument, a file or a prompt is wrong; 3 the model can't be loaded, isn't supported, or has no memory
+    for a prompt; 130 stopped.
     """
     asked = parse(arguments)
     state = join(asked.cpu)
     code = 0
     try:
         _run(asked, state)
-    except (UsageError, RunError, LoadError) as error:
-        code = EXIT_MODEL if isinstance(error, LoadError) else EXIT_USAGE
+    except (UsageError, RunError) as error:  # the same in every process
+        code = EXIT_USAGE
         _say(state, f"error: {error}")
+    except (LoadError, MemoryLimit) as error:  # maybe in this one alone
+        code = EXIT_MODEL
+        print(f"error: process {state.process_index}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends its own after the terminal's
         code = EXIT_STOPPED
@@ -84,15 +92,29 @@ def _run(asked: Namespace, state: PartialState) -> None:
         handle = patch_model(model, **settings)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise LoadError(str(error)) from error
+    generation: Any = model.generation_config
+    if generation.pad_token_id is None:  # else every call says that it takes the end of text
+        ends = generation.eos_token_id
+        generation.pad_token_id = ends[0] if isinstance(ends, list) else ends
     answer = _Answerer(asked, prompts, model, tokenizer, handle)
-    _answer_all(state, answers, prompts.lines, bad, lengths, answer)
-    return _say(state, f"{asked.out}: {len(prompts.lines) - len(bad)} answers, {len(bad)} bad lines")
+    failed = _answer_all(state, answers, prompts.lines, bad, lengths, answer, asked.bad_lines == "fatal")
+    return _say(state, f"{asked.out}: {len(prompts.lines) - failed} answers, {failed} bad lines")
 
 
 def _answer_all(
-    state: PartialState, answers: Answers, lines: list[int], bad: dict[int, str], lengths: dict[int, Any], answer: Any
-) -> None:
-    """Take prompts until none is left; the main process then waits for the others and joins what all wrote."""
+    state: PartialState,
+    answers: Answers,
+    lines: list[int],
+    bad: dict[int, str],
+    lengths: dict[int, Any],
+    answer: _Answerer,
+    fatal: bool,
+) -> int:
+    """Take prompts until none is left; the main process then waits for the others and joins what all wrote. Returns how
+    many lines have no answer, in the main process.
+
+    bad: what is wrong with a line.  fatal: a prompt that doesn't fit the memory ends the run, with MemoryLimit.
+    """
     done = from_main(state, lambda: set(answers.done()))
     todo = sorted(set(lines) - done, key=lambda line: (line not in bad, -lengths[line] if line not in bad else 0, line))
     if done:
@@ -102,7 +124,16 @@ def _answer_all(
         part = answers.writer(state.process_index)
         while (turn := store.add("next", 1) - 1) < len(todo):
             line = todo[turn]
-            record = {"line": line, "error": bad[line]} if line in bad else answer(line)
+            if line not in bad:
+                try:
+                    record = answer(line)
+                except torch.OutOfMemoryError as error:
+                    bad[line] = f"expected a prompt that fits the memory, got {lengths[line]} tokens ({error})"
+                    if fatal:
+                        raise MemoryLimit(f"line {line}: {bad[line]}; --bad-lines skip goes on") from error
+                    torch.cuda.empty_cache()
+            if line in bad:
+                record = {"line": line, "error": bad[line]}
             part.write({**record, "process": state.process_index})
             store.add("done", 1)
         part.close()
@@ -110,7 +141,9 @@ def _answer_all(
         while state.is_main_process and store.add("finished", 0) < state.num_processes:
             time.sleep(0.05)  # in Python, where Ctrl-C is heard
     if state.is_main_process:
-        answers.finish(lines, dict(processes=state.num_processes, seconds=time.perf_counter() - begun, now=len(todo)))
+        took = dict(processes=state.num_processes, seconds=time.perf_counter() - begun, now=len(todo))
+        return answers.finish(lines, took)
+    return 0
 
 
 @dataclass

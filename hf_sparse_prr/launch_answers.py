@@ -80,8 +80,9 @@ class Answers:
     def writer(self, process: int) -> PartFile:
         return PartFile(self.parts, process)
 
-    def finish(self, lines: list[int], totals: dict[str, Any]) -> None:
-        """The main process's: join the records, in the order of `lines`; nothing half-written bears the final name."""
+    def finish(self, lines: list[int], totals: dict[str, Any]) -> int:
+        """The main process's: join the records, in the order of `lines`; nothing half-written bears the final name.
+        Returns how many of them are errors."""
         records = self.done()
         missing = [line for line in lines if line not in records]
         if missing:
@@ -90,6 +91,7 @@ class Answers:
         _replace(self.run_file, json.dumps(document, indent=2) + "\n")
         _replace(self.out, "".join(json.dumps(records[line], ensure_ascii=False) + "\n" for line in lines))
         shutil.rmtree(self.parts)
+        return sum("error" in records[line] for line in lines)
 
 
 class PartFile:

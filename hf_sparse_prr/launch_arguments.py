@@ -88,6 +88,5 @@ def identity_of(asked: argparse.Namespace, sha256: str, settings: dict[str, Any]
         "tokens": asked.tokens,
         "settings": settings,
         "seed": asked.seed,
-        "bad_lines": asked.bad_lines,
         "dtype": asked.dtype,
     }

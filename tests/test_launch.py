@@ -255,6 +255,29 @@ def test_two_runs_at_once_are_refused(llama, prompts, tmp_path, capsys):
     assert "expected no other run at work" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("choice", ["skip", "fatal"])
+def test_a_prompt_that_does_not_fit_the_memory(choice, llama, prompts, alone, tmp_path, capsys, monkeypatch):
+    answer, out = launch._Answerer.__call__, tmp_path / "a.jsonl"
+
+    def short_of_memory(self, line):
+        if line == 5:
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+        return answer(self, line)
+
+    monkeypatch.setattr(launch._Answerer, "__call__", short_of_memory)
+    asked = options(llama, prompts, out, "--bad-lines", choice)
+    code, length = launch.main(asked), records(alone)[2]["prompt_tokens"]
+    said = f"expected a prompt that fits the memory, got {length} tokens (tried to allocate 3 GiB)"
+    if choice == "skip":
+        assert code == 0 and "7 answers, 1 bad lines" in capsys.readouterr().err
+        assert records(out)[2] == {"line": 5, "error": said, "process": 0}
+        return
+    assert code == launch.EXIT_MODEL and not out.exists()
+    assert f"process 0: line 5: {said}; --bad-lines skip goes on" in capsys.readouterr().err
+    assert launch.main(options(llama, prompts, out, "--bad-lines", "skip")) == 0
+    assert [record.get("error") for record in records(out)] == [None, None, said, None, None, None, None, None]
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
