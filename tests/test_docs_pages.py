@@ -12,6 +12,7 @@ from commandline import parse
 from models import prompt, tiny, tiny_llama
 
 from hf_sparse_prr import SparseConfig, launch_arguments, patches, unpatch_model
+from hf_sparse_prr.launch_prompts import PromptFile
 
 pytestmark = pytest.mark.compat
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,13 @@ def test_the_page_of_settings_has_each_field_and_its_default():
     fields = {name: field.default for name, field in SparseConfig.__dataclass_fields__.items()}
     assert {name: eval(default) for name, default in rows} == fields
     assert len(rows) == len(fields)
+
+
+def test_the_prompts_shown_are_prompts(tmp_path):
+    (shown,) = blocks(ROOT / "docs/several-gpus.md", "json")
+    (tmp_path / "prompts.jsonl").write_text(shown)
+    file = PromptFile(tmp_path / "prompts.jsonl")
+    assert [file.read(line)["id"] for line in file.lines] == ["a", "b"]
 
 
 # Commands
