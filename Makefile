@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | test-kernels | lint | clean
+# make demo | test | test-oldest | test-kernels | test-quantised | lint | clean
 #
 # TORCH is what pip is asked for; it can hold options too. On Linux a plain `torch` brings the CUDA build.
 #   make demo TORCH="torch==2.11.0"
@@ -9,13 +9,14 @@ PYTEST ?= -m "not slow"
 XDIST  := -n auto --dist loadgroup
 OLDEST ?= transformers==5.17.0
 TRITON ?= triton==3.9.0
+QUANTISED ?= torchao==0.18.0 bitsandbytes==0.50.2
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL := $$(ls $(VENV)/wheel/*.whl)
 
-.PHONY: demo test test-oldest test-kernels lint clean wheel install-demo install-test FORCE
+.PHONY: demo test test-oldest test-kernels test-quantised lint clean wheel install-demo install-test FORCE
 .DELETE_ON_ERROR:
 
 demo: install-demo
@@ -42,6 +43,15 @@ test-kernels: install-test $(VENV)/triton.stamp
 $(VENV)/triton.stamp: Makefile | $(BIN)/python
 	rm -rf $(VENV)/triton
 	$(PIP) install --no-deps --target $(VENV)/triton $(TRITON)
+	@touch $@
+
+# Quantised weights, with the packages that make them. Apart, since transformers and peft import what they find.
+test-quantised: install-test $(VENV)/quantised.stamp
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/quantised $(BIN)/pytest tests/test_quantised.py
+
+$(VENV)/quantised.stamp: Makefile | $(BIN)/python
+	rm -rf $(VENV)/quantised
+	$(PIP) install --no-deps --target $(VENV)/quantised $(QUANTISED)
 	@touch $@
 
 # mypy runs in an empty folder, or it would find the sources instead of the installed wheel, where `patches` has its place.

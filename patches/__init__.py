@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_sparse_prr.patches._base import SparseAttention
 
-FAMILIES = {
+# Files of this folder; a class where somebody's own code adds a family.
+FAMILIES: "dict[str, str | type[SparseAttention]]" = {
     "deepseek_v32": "deepseek",
     "glm": "glm",
     "glm4": "glm",
@@ -43,4 +44,5 @@ def family(model_type: str) -> "type[SparseAttention]":
     if model_type not in FAMILIES:
         why = f" ({UNSERVED[model_type]})" if model_type in UNSERVED else ""
         raise ValueError(f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {model_type!r}{why}")
-    return import_module(f"{__name__}.{FAMILIES[model_type]}").ATTENTION[model_type]
+    found = FAMILIES[model_type]
+    return import_module(f"{__name__}.{found}").ATTENTION[model_type] if isinstance(found, str) else found

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny, tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from models import tiny
+from texts import CHAT, save_llama, tiny_tokenizer
+from tokenizers import Tokenizer, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
@@ -27,23 +28,12 @@ TOO_SMALL = ["--budget", "64", "--block-size", "32"]  # two blocks, three are fo
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 400 tokens, trained on the text of the demo."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    sentences = list(islice(island(), 200))
-    tokenizer.train_from_iterator(sentences, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def llama(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny Llama that reads the tokenizer's 400 tokens."""
-    folder = tmp_path_factory.mktemp("llama")
-    tiny_llama(vocab_size=400, max_position_embeddings=1024).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def call(*arguments: object) -> Result:
@@ -259,7 +249,7 @@ def test_text_prompt_keeps_the_question_whole(tokenizer: PreTrainedTokenizerFast
 
 def test_text_prompt_in_chat_form(tokenizer: PreTrainedTokenizerFast) -> None:
     chatty = copy.deepcopy(tokenizer)
-    chatty.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
+    chatty.chat_template = CHAT
     ids, cut = text_prompt(chatty, "The sea was calm.", "How was the sea?", limit=None, chat=True)
     assert chatty.decode(ids[0]) == "[user] The sea was calm.\n\nHow was the sea?[assistant]"
     assert cut == 0

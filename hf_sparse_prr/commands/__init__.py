@@ -2,7 +2,7 @@
 
 import typer
 
-from hf_sparse_prr.commands import ablation, bench, doctor, generate, profile, tune
+from hf_sparse_prr.commands import ablation, bench, doctor, generate, kernels, profile, tune
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -18,9 +18,12 @@ def root() -> None:
     """Sparse decoding for Transformers models: predict, reuse, repair."""
 
 
-app.command()(generate.generate)
-app.command()(doctor.doctor)
-app.command()(tune.tune)
-app.command()(profile.profile)
-bench.bench.command()(ablation.ablation)
+# In the help, the epilog is an example; one that can't be read fails tests/test_cli_help.py.
+_ASK = 'hf-sparse-prr generate --model path/to/llama --file report.txt --prompt "Summary:" --budget 2048'
+app.command(epilog=f"Example: {_ASK}")(generate.generate)
+app.command(epilog="Example: hf-sparse-prr doctor --hub")(doctor.doctor)
+app.command(epilog="Example: hf-sparse-prr tune --device cuda:1")(tune.tune)
+app.command(epilog="Example: hf-sparse-prr profile --shape llama-3.1-8b --device cuda")(profile.profile)
+bench.bench.command(epilog="Example: hf-sparse-prr bench ablation --context 16K,128K --device cuda")(ablation.ablation)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(kernels.kernels, name="kernels")

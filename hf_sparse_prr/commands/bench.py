@@ -52,7 +52,7 @@ def root() -> None:
     """Time decoding against stock, in one run."""
 
 
-@bench.command()
+@bench.command(epilog="Example: hf-sparse-prr bench layer --shape llama-3.1-8b --context 32K --device cuda")
 def layer(
     shape: Annotated[
         str, typer.Option(help=f"{_SHAPES} With an indexer of its own: {', '.join(INDEXED_SHAPES)}.")
@@ -133,7 +133,9 @@ def layer(
     print(json.dumps(found))
 
 
-@bench.command()
+@bench.command(
+    epilog="Example: hf-sparse-prr bench segment --shape qwen3-32b --context 128K --hit-rate 0.95 --device cuda"
+)
 def segment(
     shape: Annotated[str, typer.Option(help=_SHAPES)] = "qwen3-32b",
     context: Annotated[
@@ -212,7 +214,7 @@ def _grid(given: Sequence[Sequence[int]], device: str, ablation: bool) -> list[S
     return chosen
 
 
-@bench.command()
+@bench.command(epilog="Example: hf-sparse-prr bench topk --device cuda")
 def topk(
     n: Annotated[
         list[str] | None,
@@ -294,7 +296,7 @@ def topk(
             raise CommandError(f"expected the rows of a stable sort, got {found['wrong']} others", EXIT_DIFFERENT)
 
 
-@bench.command()
+@bench.command(epilog="Example: hf-sparse-prr bench token --shape llama-3.1-8b --context 128K --device cuda")
 def token(
     shape: Annotated[
         str | None,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_sparse_prr.commands.terminal import Bar, one_line_errors
 from hf_sparse_prr.doctor import diagnose
 
 EXIT_PROBLEMS = 1
@@ -21,9 +22,16 @@ def doctor(
 ) -> None:
     """Show versions, GPUs, and which kernels would load or why not.
 
-    Exit codes: 0 everything works, 1 something is in the way.
+    Exit codes: 0 everything works, 1 something is in the way, 130 stopped.
     """
-    found = diagnose(hub)
+    notes = Console(stderr=True)
+    with one_line_errors(notes):
+        if hub:
+            with Bar(notes) as bar:
+                bar("asking the Hub", 0, None)
+                found = diagnose(hub)
+        else:
+            found = diagnose(hub)
     if as_json:
         print(json.dumps(found, indent=2))
     else:

@@ -58,6 +58,7 @@ def profile(
         typer.Option(help="The JSON file to write.", show_default='the one that speculate="auto" looks for'),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: a .png, .svg or .pdf.", show_default="none")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON on stdout, and where it is.")] = False,
 ) -> None:
     """Selection, speculation, repair and all of them together, of a layer, by context, spec_ratio and hit rate.
 
@@ -85,6 +86,9 @@ def profile(
         new.replace(path)  # a process that starts meanwhile reads the old file or the new one
         if plot is not None:
             plot_profile(found, plot)
+    if as_json:
+        print(json.dumps({**found.document(), "written_to": str(path)}, indent=1))
+        return
     out = Console()
     say(out, str(found.key))
     out.print(_table(found))

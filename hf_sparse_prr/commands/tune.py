@@ -23,6 +23,7 @@ def tune(
         Path | None, typer.Option(help="The JSON file to write.", show_default="the one the kernels look for")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON on stdout, and where it is.")] = False,
 ) -> None:
     """Time the launch parameters of the Triton kernels at published shapes and write the best to a JSON file.
 
@@ -45,6 +46,9 @@ def tune(
         document = measuring.document(torch.cuda.get_device_name(gpu), chosen)
         new.write_text(json.dumps(document, indent=2) + "\n")
         new.replace(path)  # a process that starts meanwhile reads the old file or the new one
+        if as_json:
+            print(json.dumps({**document, "written_to": str(path)}, indent=2))
+            return
         out = Console()
         out.print(_table(document["gpu"], chosen, tuned.DEFAULTS))
         for op, choice in chosen.items():

@@ -35,13 +35,14 @@ def check_path(path: Path) -> None:
             )
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) from a model folder, or from a GGUF file whose weights are dequantised to `dtype`.
 
     Nothing is looked up on the network.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    path = Path(path)
     check_path(path)
     folder, source, quantization = path, {}, {}
     if path.is_file():
@@ -58,6 +59,21 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
         raise LoadError(f"{path}: {error}. Remedy: pip install 'hf_sparse_prr[demo]'") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise LoadError(f"{path}: transformers could not load it: {error}") from error
+    return model.eval(), tokenizer
+
+
+def load_any(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """As `load_model`, of a folder or a file; what is neither is a name on the Hub, fetched there if need be."""
+    if Path(name).exists() or name.endswith(".gguf"):
+        return load_model(Path(name), dtype)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _no_foreign_bars():
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise LoadError(f"{name}: no file or folder, and transformers could not fetch and load it: {error}") from error
     return model.eval(), tokenizer
 
 

@@ -24,8 +24,7 @@ def text_prompt(
         whole = f"{body.rstrip()}\n\n{question}"
         if not chat:
             return _ids(tokenizer(whole))
-        message = [{"role": "user", "content": whole}]
-        return _ids(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True))
+        return encode_chat(tokenizer, [{"role": "user", "content": whole}])
 
     ids = render(text)
     if not ids:
@@ -40,6 +39,11 @@ def text_prompt(
             raise ValueError(f"context: expected more than the {len(render(''))} tokens of the question, got {limit}")
         ids = render(decode(tokenizer, body[:keep]))
     return torch.tensor([ids]), len(body) - keep
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Return the ids of a chat in the tokenizer's template, up to where the answer begins."""
+    return _ids(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True))
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -5,6 +5,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,15 @@ GPU = "NVIDIA Test-1000 80GB (no such)"
 
 
 @pytest.fixture
-def tuned(repo_path, tmp_path, monkeypatch):
+def package(ops):
+    """The folder of what was loaded: sources, or a variant that was built."""
+    return Path(ops.__file__).parent
+
+
+@pytest.fixture
+def tuned(package, tmp_path, monkeypatch):
     """The module by itself, as it needs no Triton, with an empty cache folder."""
-    spec = spec_from_file_location("tuned_alone", repo_path / "triton_kernels" / "tuned.py")
+    spec = spec_from_file_location("tuned_alone", package / "triton_kernels" / "tuned.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setenv("HF_SPARSE_PRR_CACHE", str(tmp_path))
@@ -36,8 +43,8 @@ def leave(tuned, text):
     return path
 
 
-def test_every_committed_file_can_be_read_and_is_complete(tuned, repo_path):
-    files = sorted((repo_path / "triton_kernels" / "tuned").glob("*.json"))
+def test_every_committed_file_can_be_read_and_is_complete(tuned, package):
+    files = sorted((package / "triton_kernels" / "tuned").glob("*.json"))
     assert "NVIDIA_H200.json" in [file.name for file in files]
     for file in files:
         found = json.loads(file.read_text())
