@@ -101,7 +101,8 @@ class SparseMLA(_Attention):
         query, key = torch.cat([query_rope, query_rest], dim=-1), torch.cat([key_rope, key_rest], dim=-1)
         # Its weights are kept in fp32
         weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
-        return Index(query, weights * indexer.n_heads**-0.5, indexer.softmax_scale), key[:, :, 0]
+        # Autocast on a GPU leaves what a layer norm gives in float32
+        return Index(query, weights * indexer.n_heads**-0.5, indexer.softmax_scale), key[:, :, 0].to(query.dtype)
 
     def absorb(self, latents: torch.Tensor) -> Absorbed:
         """What moves queries to latents, and attended latents to values."""

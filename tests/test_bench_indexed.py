@@ -93,7 +93,7 @@ def test_the_floor_is_what_reading_takes(monkeypatch):
 
 def test_an_output_that_is_not_stocks_stops_it(monkeypatch):
     monkeypatch.setitem(module.TOLERANCE, torch.float32, -1.0)
-    with pytest.raises(ExactnessError, match="serial: expected stock's output within -1"):
+    with pytest.raises(ExactnessError, match="by modules: expected stock's output within -1"):
         bench_indexed("glm-5", [100], rounds=1, steps=1)
 
 

@@ -62,11 +62,13 @@ def test_logits_and_states_are_those_of_the_modules(family, dtype, calls):
     assert calls == [0, 1, 2]
     assert torch.equal(logits[0], expected[0])  # the prompt's
     scale = float(expected.abs().max())
-    torch.testing.assert_close(logits / scale, expected / scale, **TOLERANCE[dtype])
+    # On a GPU products by modules and ours sum in other orders: units in the last place of queries, and so near ties
+    bound = {name: value * (2.5 if logits.is_cuda else 1) for name, value in TOLERANCE[dtype].items()}
+    torch.testing.assert_close(logits / scale, expected / scale, **bound)
     for layer, other in zip(layers, others, strict=True):
         for held, found in zip(layer.buffers(), other.buffers(), strict=True):
             if held is not None and held.is_floating_point() and held.dtype == dtype:
-                torch.testing.assert_close(found, held, **TOLERANCE[dtype])
+                torch.testing.assert_close(found, held, **bound)
 
 
 @FAMILIES

@@ -19,7 +19,7 @@ def show(out: Console, found: dict[str, Any]) -> None:
         out.print(_steps(each))
         if each["captured"]:
             out.print(_captured(each))
-        far = f"{each['error']:.1e} of the largest output from stock"
+        far = f"by modules {each['error']:.1e} of the largest output from stock, as measured {each['drift']:.1e}"
         same = "; captured steps have the bits of eager ones" if each["captured"] else ""
         say(out, f"PRR hit rate {percent(each['hit_rate'], 1)}; {far}{same}", *noise_lines(each["spread"]))
     for each in found["prefill"]:

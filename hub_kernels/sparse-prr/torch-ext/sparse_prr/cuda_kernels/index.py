@@ -9,7 +9,7 @@ from ..reference.topk import check_topk_arguments
 from ..triton_kernels.index import score_tokens
 from .topk import MOST, gvr_topk
 
-_EMITTED = 128 << 10  # columns
+_EMITTED = 512 << 10  # columns
 
 
 def index_topk(

@@ -164,7 +164,7 @@ def latent_append(
             queries, compressed, cos, sin, norm, latents, ropes, end, output, eps, heads, groups,
             *queries.stride(), *compressed.stride(), *_shared(cos, sin), *norm.stride(), *latents.stride(),
             *ropes.stride(), *end.stride(), C=channels, CP=padded(channels), HALF=rotated // 2,
-            HP=padded(rotated // 2), HEADS=_HEADS, **options(latents, num_warps=4),
+            HP=padded(rotated // 2), HEADS=_HEADS, **options(latents, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip
     return output
 
@@ -195,6 +195,6 @@ def index_append(
             queries, key, weights, cos, sin, norm, bias, keys, end, asked, shares, eps, share, heads, groups,
             *queries.stride(), *key.stride(), *weights.stride(), *_shared(cos, sin), *norm.stride(), *bias.stride(),
             *keys.stride(), *end.stride(), E=dim, EP=padded(dim), HALF=half, HP=padded(half), HEADS=_HEADS,
-            INTERLEAVED=interleaved, **options(keys, num_warps=4),
+            INTERLEAVED=interleaved, **options(keys, num_warps=4, enable_fp_fusion=False),
         )  # fmt: skip
     return asked, shares

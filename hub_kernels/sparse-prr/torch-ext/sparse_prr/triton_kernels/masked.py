@@ -38,7 +38,9 @@ def _masked(
         angle = tl.load(ropes + b * t_b + t64 * t_t + a[None, :] * t_a, mask=held & (a < A)[None, :], other=0.0)
         sees = (t[None, :] <= begin + q[:, None]) & (t < T)[None, :] & there[:, None]
         bits = tl.load(seen + b * m_b + q64 * m_q + t[None, :] * m_t, mask=sees, other=0)
-        logits = tl.dot(turned, tl.trans(angle), tl.dot(part, tl.trans(key)))
+        logits = tl.dot(
+            turned, tl.trans(angle), tl.dot(part, tl.trans(key), input_precision="ieee"), input_precision="ieee"
+        )
         logits = tl.where(bits != 0, logits * scale, float("-inf"))
         top = tl.maximum(peak, tl.max(logits, axis=1))
         safe = tl.where(top == float("-inf"), 0.0, top)
@@ -47,7 +49,7 @@ def _masked(
         value = tl.load(
             values + b * v_b + h * v_h + t64 * v_t + v[None, :] * v_d, mask=held & (v < V)[None, :], other=0.0
         )
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * kept[:, None])
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * kept[:, None], input_precision="ieee")
         peak = top
     result = tl.where(total[:, None] == 0, 0.0, mixed / tl.where(total == 0, 1.0, total)[:, None])
     to = output + b * o_b + q64 * o_q + h * o_h + v[None, :]
