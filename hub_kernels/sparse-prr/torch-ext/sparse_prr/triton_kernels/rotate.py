@@ -83,6 +83,7 @@ def rotate_append(
         states, cos, sin, keys, values, end, *norms, query, eps, count, heads,
         *states.stride(), shared[0], cos.stride(1), shared[1], sin.stride(1), *keys.stride(), *values.stride(),
         *end.stride(), A=cos.shape[1], DK=dim, DV=wide, DP=padded(max(dim, wide)), INTERLEAVED=interleaved,
-        QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None, **options(keys, num_warps=1, enable_fp_fusion=False),
+        QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None,
+        **options(keys, num_warps=1, enable_fp_fusion=False),
     )  # fmt: skip
     return query
