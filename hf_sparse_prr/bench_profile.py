@@ -145,7 +145,10 @@ def bench_profile(
         problem = Problem(sizes, context, plans, batch, dtype, where, count, STEPS, 0.9, loaded.module)
         measured.append(_measure(problem, ratios, rounds, progress))
         del problem  # its K/V are given back before the next one's are made
-    made: dict[str, Any] = {**machine(device, dtype), "shape": shape, "kernels": loaded.source, "rounds": rounds}
+    # A folder by its name: where it lies is nobody's business
+    name = Path(loaded.source).resolve().name if loaded.source == str(kernels) else loaded.source
+    made: dict[str, Any] = {**machine(device, dtype), "shape": shape, "kernels": f"{name} {loaded.version}"}
+    made["rounds"] = rounds
     key = Key(
         made["device"], loaded.backend, loaded.version, sizes.heads, sizes.kv_heads, sizes.head_dim, made["dtype"],
         batch, plan.selector, plan.block_size, plan.blocks,

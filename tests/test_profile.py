@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_sparse_prr import profile as profiles
 from hf_sparse_prr.bench_profile import bench_profile
+from hf_sparse_prr.budget import Policy
 from hf_sparse_prr.commands import app, terminal
 from hf_sparse_prr.profile import Cell, Key, find, parse, read
 
@@ -79,6 +80,34 @@ def test_no_json_and_times_of_zero_are_refused(folder):
         parse(document, "it")
 
 
+@pytest.mark.parametrize("path", sorted(profiles._COMMITTED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_committed_profile_is_found_for_its_gpu_and_names_no_folder(path):
+    profile = read(path)
+    assert path.name == profile.key.file_name
+    assert find(profile.key) == profile
+    assert not [value for value in profile.made.values() if "/" in str(value)]
+
+
+def test_the_h200s_profile_says_where_speculation_pays():
+    """Llama-3.1-8B's heads with the compiled kernels; no other GPU, kernels or blocks have it."""
+    key = Key("NVIDIA H200", "cuda", 1, 32, 8, 128, "bfloat16", 1, "quest", 64, 64)
+    assert all(find(key._replace(**other)) is None for other in (dict(device="NVIDIA H100"), dict(backend="triton")))
+    profile = find(key)
+    gains = {
+        at.context: at.serial / min(at.step(ratio, min(ratio, 1.0)) for ratio in at.speculate)
+        for at in profile.contexts
+    }
+    assert list(gains) == [2**power for power in range(13, 20)]
+    assert [Policy(profile).start(context) > 0 for context in gains] == [gain >= 1.13 for gain in gains.values()]
+    assert gains[2**17] > 1.2 and gains[2**14] < 1.1
+
+
+def test_the_users_own_profile_comes_first(folder):
+    key = Key("NVIDIA H200", "cuda", 1, 32, 8, 128, "bfloat16", 1, "quest", 64, 64)
+    write(folder / key.file_name, made_up(key))
+    assert find(key) == made_up(key)
+
+
 def test_hit_rates_are_interpolated_and_ratios_are_the_nearest():
     at = made_up(KEY).contexts[0]
     half, most = (at.step(1.0, hit) for hit in (0.5, 0.95))
@@ -111,8 +140,19 @@ def test_the_command_measures_writes_and_draws(folder, tmp_path):
     for at in profile.contexts:
         assert list(at.speculate) == [0.5, 1.0] and len(at.cells) == 10
         assert {cell.hit_rate for cell in at.cells if cell.ratio == 0.5} == {0.5, 0.475, 0.4, 0.25, 0.0}
+    assert profile.made["kernels"] == "bundled 1"
     assert str(path) in result.stdout and "serial" in result.stdout and "…" not in result.stdout
     assert picture.stat().st_size > 10_000
+
+
+def test_kernels_of_a_folder_are_named_and_not_located(monkeypatch, tmp_path):
+    from hf_sparse_prr import bench_profile as module
+
+    folder = tmp_path / "sparse-prr"
+    kernels = module.measured_kernels("reference")._replace(source=str(folder))
+    monkeypatch.setattr(module, "measured_kernels", lambda key: kernels)
+    settings = dict(budget=512, device="cpu", dtype=torch.float32, rounds=1, ratios=[1.0])
+    assert bench_profile("smollm2", [1024], kernels=folder, **settings).made["kernels"] == "sparse-prr 1"
 
 
 def test_a_step_with_other_bits_is_not_timed(monkeypatch):
