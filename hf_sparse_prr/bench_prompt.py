@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from .bench import filled
 from .bench_exact import ExactnessError, check_bits
-from .bench_time import Timer, spread_of
+from .bench_time import Timer, busy_ms, spread_of
 from .cache import SparseCache
 from .hooks import cache_argument
 from .patching import PatchHandle
@@ -133,9 +134,11 @@ class Prompt:
         ms = statistics.median(each)
         if ms <= 0:
             raise ValueError(f"tokens: expected more, whose time shows, got {self.many - FEW} in {ms:.2g} ms each")
+        short, long = (busy_ms(partial(call, count), model.device) for count in (FEW, self.many))
         row = {
             "ms": ms,
             "min": min(each),
+            "gpu_ms": None if short is None or long is None else (long - short) / (self.many - FEW),
             "spread": spread_of(each),
             "first_ms": statistics.median(taken[1]) if prompt_ms is None else prompt_ms,
             "tokens_per_s": 1e3 * self.batch / ms,

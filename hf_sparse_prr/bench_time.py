@@ -54,6 +54,23 @@ class Timer:
         return first.elapsed_time(last), result
 
 
+def busy_ms(call: Callable[[], Any], device: torch.device) -> float | None:
+    """Milliseconds of a call in which a GPU works, on however many streams: the union of its kernels and copies, by
+    torch's profiler. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize(device)
+    on_gpu = torch.autograd.DeviceType.CUDA
+    ran = [each for each in seen.events() if each.device_type == on_gpu and not each.is_user_annotation]
+    busy, until = 0.0, float("-inf")
+    for begin, end in sorted((each.time_range.start, each.time_range.end) for each in ran):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return 1e-3 * busy
+
+
 def in_turns(
     calls: dict[str, Call], layers: int, device: torch.device, rounds: int, progress: Callable[[int, int], None]
 ) -> dict[str, Taken]:

@@ -118,9 +118,9 @@ def bench_token(
     queries give. The first new token, of a prompt, attends to everything in every setting; "first_ms" is the call for
     it alone. With `prefill` that call computes the prompt, once after one that warmed up.
 
-    "floor_share": of the time, what weights, and K/V and summaries that the setting reads, take at the data sheet's
-    bandwidth.  "choice": of the profile, in the setting "auto".  "peak_bytes": of tensors on the GPU,
-    weights and prompt among them.
+    "gpu_ms": of a token, in which the GPU worked: of two more calls, profiled; None on a CPU.  "floor_share": of the
+    time, what weights, and K/V and summaries that the setting reads, take at the data sheet's bandwidth.  "choice": of
+    the profile, in the setting "auto".  "peak_bytes": of tensors on the GPU, weights and prompt among them.
 
     Args:
         layers: of the model, by default all.

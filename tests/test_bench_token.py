@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compat
 SMALL: dict[str, Any] = dict(contexts=[150], layers=3, budget=96, block_size=16, tokens=4, rounds=1)
 COMMAND = "token --context 150 --layers 3 --budget 96 --block-size 16 --tokens 4 --rounds 1".split()
 ROW = {
-    "ms", "min", "spread", "first_ms", "tokens_per_s", "peak_bytes", "hit_rate", "graphs", "weight_bytes",
+    "ms", "gpu_ms", "min", "spread", "first_ms", "tokens_per_s", "peak_bytes", "hit_rate", "graphs", "weight_bytes",
     "cache_bytes", "floor_share", "ratio_to_dense", "choice",
 }  # fmt: skip
 NO_GRAPHS = dataclasses.asdict(GraphReport())
@@ -70,7 +70,7 @@ def test_reports_every_setting() -> None:
             assert row["ms"] == row["min"] == pytest.approx(2) and row["spread"] == pytest.approx(0)
             assert row["first_ms"] == pytest.approx(7.01) and row["tokens_per_s"] == pytest.approx(500)
             assert row["ratio_to_dense"] == pytest.approx(1)
-            assert row["peak_bytes"] is row["floor_share"] is None  # no GPU
+            assert row["peak_bytes"] is row["floor_share"] is row["gpu_ms"] is None  # no GPU
             assert row["graphs"] == (None if name == "dense" else NO_GRAPHS)
         assert each["settings"]["serial"]["hit_rate"] is None and 0 < each["settings"]["prr"]["hit_rate"] <= 1
     assert steps[:6] == [("150 tokens: dense", done, 5) for done in range(5)] + [("150 tokens: serial", 0, 5)]
@@ -131,6 +131,21 @@ def test_graphs_and_peaks_are_shown_where_there_are_any() -> None:
     assert "serial sparse: CUDA graphs of decode steps: 2 captured, 9 tokens replayed, 1 MiB" in shown
     assert "serial, no graphs: CUDA graphs of decode steps: off, because cuda_graph=False" in shown
     assert "peak GiB" in shown and "1.5" in shown
+
+
+def test_the_gpus_time_is_of_calls_after_those_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(call: Callable[[], Any], device: torch.device) -> float:
+        before = len(Clock.calls)
+        call()
+        ((_, count),) = Clock.calls[before:]
+        return 1 + 0.75 * count
+
+    assert "GPU" not in tables(run(settings=["serial"]))
+    monkeypatch.setattr(bench_prompt, "busy_ms", busy)
+    found = run(settings=["serial"], rounds=2)
+    assert found["contexts"][0]["settings"]["serial"]["gpu_ms"] == pytest.approx(0.75)
+    assert [count for _, count in Clock.calls] == [FEW + 4, *2 * (1, FEW, FEW + 4), FEW, FEW + 4]
+    assert "TPOT GPU" in " ".join(tables(found).split()) and "0.75" in tables(found)
 
 
 @pytest.mark.parametrize("selector, dtype", [("quest", torch.bfloat16), ("infllm_v2", torch.float32)])

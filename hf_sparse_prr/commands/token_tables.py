@@ -66,9 +66,9 @@ def growth(found: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
 
 
 def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
-    """first token: of a prompt whose K/V are random, but for the last token's; TTFT: of one that is computed. "of
-    floor" is the share of the time that weights, K/V and summaries take to be read at the bandwidth of the data
-    sheet."""
+    """GPU: ms a token in which it worked. first token: of a prompt whose K/V are random, but for the last token's;
+    TTFT: of one that is computed. "of floor" is the share of the time that weights, K/V and summaries take to be read
+    at the bandwidth of the data sheet."""
     prompt = "a computed prompt" if found["prefill"] else "random K/V"
     title = f"{each['context']} tokens, {prompt}: ms a token (TPOT), medians of {found['rounds']}"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
@@ -76,11 +76,13 @@ def _table(each: dict[str, Any], found: dict[str, Any]) -> Table:
     on_gpu = any(row["peak_bytes"] is not None for row in each["settings"].values())
     optional = [*(["of floor"] if known else []), *(["peak GiB"] if on_gpu else [])]
     first = "TTFT" if found["prefill"] else "first token"
-    for column in ["", "TPOT", "min", "tokens/s", "to dense", first, *optional]:
+    worked = any(row["gpu_ms"] is not None for row in each["settings"].values())
+    for column in ["", "TPOT", *(["GPU"] if worked else []), "min", "tokens/s", "to dense", first, *optional]:
         table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for name, row in each["settings"].items():
         ratio = "-" if row["ratio_to_dense"] is None else f"{row['ratio_to_dense']:.2f}"
-        cells = [f"{row['ms']:,.2f}", f"{row['min']:,.2f}", f"{row['tokens_per_s']:,.1f}", ratio]
+        gpu = [f"{row['gpu_ms']:,.2f}"] if worked else []
+        cells = [f"{row['ms']:,.2f}", *gpu, f"{row['min']:,.2f}", f"{row['tokens_per_s']:,.1f}", ratio]
         cells += [f"{row['first_ms']:,.1f}", *([percent(row["floor_share"])] if known else [])]
         cells += [f"{row['peak_bytes'] / 2**30:.1f}"] if on_gpu else []
         table.add_row(NAMES[name], *cells)

@@ -1,0 +1,66 @@
+"""How long a GPU works during a call: the union of what torch's profiler saw."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_sparse_prr.bench_time import busy_ms
+
+pytestmark = pytest.mark.compat
+GPU = torch.device("cuda")
+CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+
+def event(start: float, end: float, device: torch.autograd.DeviceType = CUDA, annotation: bool = False):
+    return SimpleNamespace(
+        time_range=SimpleNamespace(start=start, end=end), device_type=device, is_user_annotation=annotation
+    )
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """Stands in for the profiler: what it saw is given, and `done` says in which order things happened."""
+    seen = SimpleNamespace(events=[], done=[])
+
+    class Profile:
+        def __init__(self, activities):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            seen.done.append("begin")
+            return self
+
+        def __exit__(self, *_):
+            seen.done.append("end")
+
+        def events(self):
+            return seen.events
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.done.append("wait"))
+    return seen
+
+
+def call(profiled):
+    return busy_ms(lambda: profiled.done.append("call"), GPU)
+
+
+def test_kernels_beside_each_other_count_once(profiled):
+    profiled.events = [
+        event(5000, 6000), event(0, 1000), event(500, 1500), event(600, 700),  # two streams, in no order
+        event(0, 9000, device=CPU), event(0, 9000, annotation=True),
+    ]  # fmt: skip
+    assert call(profiled) == pytest.approx(2.5)
+    assert profiled.done == ["begin", "call", "wait", "end"]  # what is queued is in the profile
+
+
+def test_kernels_that_touch_add_up_and_none_take_nothing(profiled):
+    assert call(profiled) == 0
+    profiled.events = [event(1000, 1250), event(1250, 1500)]
+    assert call(profiled) == pytest.approx(0.5)
+
+
+def test_a_cpu_has_none(profiled):
+    assert busy_ms(lambda: profiled.done.append("call"), torch.device("cpu")) is None
+    assert profiled.done == []
