@@ -251,7 +251,7 @@ def test_static_caches_and_the_profiles_choice(monkeypatch: pytest.MonkeyPatch) 
     assert rows["preallocated"]["choice"] is None
 
 
-def test_growth_is_a_line_where_there_are_three_contexts(tmp_path: Path) -> None:
+def test_growth_is_a_line_where_there_are_three_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(contexts=[150, 200, 300], settings=["dense", "serial"])
     for each, ms in zip(found["contexts"], (2.5, 3.0, 4.4), strict=True):
         each["settings"]["serial"]["ms"] = ms
@@ -263,6 +263,15 @@ def test_growth_is_a_line_where_there_are_three_contexts(tmp_path: Path) -> None
     pytest.importorskip("matplotlib")
     plots.plot_growth(found, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 10_000
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.extend(self.axes[0].lines))
+    plots.plot_growth({**found, "bandwidth": 1e9}, tmp_path / "growth.png")
+    lines = {line.get_label(): line for line in drawn}
+    read = [each["settings"]["serial"]["cache_bytes"] for each in found["contexts"]]
+    assert read == sorted(set(read))  # metadata, and whole K/V in dense layers
+    assert list(lines["serial sparse: its bytes"].get_ydata()) == pytest.approx(
+        [2.5 + (b - read[0]) / 1e6 for b in read]
+    )
 
 
 def test_a_time_that_noise_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
 
 
 def plot_growth(found: dict[str, Any], path: Path) -> None:
-    """Milliseconds a token against context, of each setting of `bench token`, with the line through them."""
+    """Milliseconds a token against context, of each setting of `bench token`: with the line through them and, where
+    the bandwidth is known, from the first of them on how the bytes grow that a token reads of the cache."""
     contexts, sizes = found["contexts"], found["shape"]
     title = f"{found['device']}: {sizes['name']}, {sizes['layers']} layers, batch {sizes['batch']}, {found['selector']}"
     figure, axes = _axes(title, "tokens in the cache", "ms a token")
@@ -47,6 +48,11 @@ def plot_growth(found: dict[str, Any], path: Path) -> None:
         if name in lines:
             base, slope, _ = lines[name]
             axes.plot([0, x[-1]], [base, base + slope * x[-1]], ":", color=drawn.get_color())
+        if name in lines and found["bandwidth"]:
+            rows = [each["settings"][name] for each in contexts]
+            more = [1e3 * (row["cache_bytes"] - rows[0]["cache_bytes"]) / found["bandwidth"] for row in rows]
+            label = f"{NAMES[name]}: its bytes"
+            axes.plot(x, [rows[0]["ms"] + ms for ms in more], "--", color=drawn.get_color(), alpha=0.5, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.legend()
