@@ -59,8 +59,10 @@ def test_wheel_holds_every_source_under_its_import_name(checkout: Path, wheel: P
     expected = {
         f"{target}/{path.relative_to(checkout / source).as_posix()}"
         for source, target in MAPPED.items()
-        for path in (checkout / source).rglob("*.py")
+        for kind in ("*.py", "*.json")  # profiles and launch parameters, too
+        for path in (checkout / source).rglob(kind)
     }
+    assert any("/profiles/" in name for name in expected)
     assert expected <= names, f"not in pyproject.toml's packages: {sorted(expected - names)}"
     assert {"hf_sparse_prr/py.typed", "hf_sparse_prr/bundled/metadata.json"} <= names
     top = {name.split("/")[0] for name in names}
