@@ -1,6 +1,6 @@
 """Trained weights over a long run: PRR generates what serial decoding generates, each token's logits with its bits.
 
-Some 20 to 40 minutes on two cores: `pytest tests/test_long_run.py -m slow`. PRR_TOKENS sets how many tokens.
+Some 40 minutes of one core: `pytest tests/test_long_run.py -m slow`. PRR_TOKENS sets how many tokens.
 """
 
 import copy
