@@ -2,7 +2,7 @@
 
 import typer
 
-from hf_sparse_prr.commands import ablation, bench, doctor, generate, kernels, profile, tune
+from hf_sparse_prr.commands import ablation, bench, doctor, generate, kernels, profile, train_tiny, tune
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -25,5 +25,6 @@ app.command(epilog="Example: hf-sparse-prr doctor --hub")(doctor.doctor)
 app.command(epilog="Example: hf-sparse-prr tune --device cuda:1")(tune.tune)
 app.command(epilog="Example: hf-sparse-prr profile --shape llama-3.1-8b --device cuda")(profile.profile)
 bench.bench.command(epilog="Example: hf-sparse-prr bench ablation --context 16K,128K --device cuda")(ablation.ablation)
+app.command(epilog="Example: hf-sparse-prr train-tiny --family llama --minutes 6 --device cuda")(train_tiny.train_tiny)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(kernels.kernels, name="kernels")

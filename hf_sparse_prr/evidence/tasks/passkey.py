@@ -1,0 +1,26 @@
+"""The passkey test (arXiv 2305.16300) in the words of this project's demo: five digits in an island walk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hf_sparse_prr.demo.passkey import INTRODUCTION, KEY_SENTENCES, QUESTION, island
+from hf_sparse_prr.evidence.tasks.episode import Episode, Exchange, Piece, assemble, depths
+from hf_sparse_prr.evidence.tasks.forms import Form
+
+
+def passkey(form: Form, rng: random.Random, length: int, depth: float | None = None) -> Episode:
+    """A key of five digits, at `depth` (None: anywhere)."""
+    key = f"{rng.randrange(10000, 100000)}"
+    piece = Piece(form.encode(KEY_SENTENCES.format(passkey=key)), depths(rng, 1, 0, depth)[0], True)
+    exchange = Exchange(form.encode(QUESTION), form.encode(f" {key}"))
+    return assemble(length, form.encode(INTRODUCTION), [piece], [exchange], _walk(form))
+
+
+def _walk(form: Form) -> Iterator[list[int]]:
+    encoded = {}
+    for sentence in island():
+        if sentence not in encoded:
+            encoded[sentence] = form.encode(sentence)
+        yield encoded[sentence]

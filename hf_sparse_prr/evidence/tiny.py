@@ -1,0 +1,73 @@
+"""The tiny models: stock configurations of five families, byte-level, four layers, about 1.6M parameters each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 256  # bytes
+POSITIONS = 32768
+_ALL: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=POSITIONS,
+    tie_word_embeddings=True,
+    initializer_range=0.05,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+# Slow enough that most channel pairs hardly turn within 16K tokens: those match content, the fast ones find neighbours
+_ROPE = {"rope_type": "default", "rope_theta": 1e7}
+_GROUPED: dict[str, Any] = dict(num_key_value_heads=2, head_dim=64)
+# All MLPs are dense: what is tested is attention. 512 tokens are 1/8 of 4K
+_INDEXED: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    q_lora_rank=128,
+    kv_lora_rank=128,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    first_k_dense_replace=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    moe_intermediate_size=64,
+    index_topk=512,
+    index_n_heads=4,
+    index_head_dim=64,
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(_GROUPED, rope_parameters=_ROPE),
+    "qwen3": dict(_GROUPED, rope_parameters=_ROPE),
+    "glm4": dict(_GROUPED, rope_parameters={**_ROPE, "partial_rotary_factor": 0.5}),
+    "deepseek_v32": dict(_INDEXED, rope_parameters=_ROPE),
+    # As in GLM-5 some layers take the tokens of the layer before
+    "glm_moe_dsa": dict(_INDEXED, rope_parameters=_ROPE, indexer_types=["full", "shared", "full", "shared"]),
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of a family; ValueError for one that has no tiny model."""
+    from transformers import AutoConfig
+
+    if family not in FAMILIES:
+        raise ValueError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    return AutoConfig.for_model(family, **{**_ALL, **FAMILIES[family], **overrides})
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Untrained, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
+    return model
