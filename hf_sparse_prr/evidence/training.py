@@ -41,7 +41,7 @@ class Plan:
     workers: int = 2
     rate: float = 2e-3
     index_rate: float = 2e-3
-    reached: float = 0.98
+    reached: float = 0.97
     seed: int = 0
 
 
@@ -87,7 +87,8 @@ class Trainer:
         end = share * self.seconds
         for stage, length in enumerate(plan.lengths):
             left = 0.8 * end - (time.monotonic() - self.started)
-            until = time.monotonic() + max(left, 0.0) * (0.6 if stage < len(plan.lengths) - 1 else 1.0)
+            last = stage == len(plan.lengths) - 1
+            until = time.monotonic() + max(left, 0.0) * (1.0 if last else 0.25 if stage else 0.5)
             self.progress.accuracy.clear()
             for count, batch in enumerate(self._batches(length)):
                 self._set_rate(optimizer, plan.rate * min(1.0, (self.progress.steps + 1) / 100))
