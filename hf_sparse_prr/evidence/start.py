@@ -1,7 +1,8 @@
 """First weights: heads of the first layer look back 1, 2, 3, .. tokens from the start.
 
 To find what followed the same bytes before, a token must know its predecessors. Models learn that by themselves, but
-wait long for it; with this start recall is learnt in a tenth of the steps. All weights are trained on from there.
+wait for it: on the drill of repetitions alone .93 of the tokens were right after 400 steps with this start and .26
+without (one run each, a CPU). All weights are trained on from there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 256  # bytes
+_MODELS = Path(__file__).parent / "models"
 POSITIONS = 32768
 _ALL: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -71,3 +73,19 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
     return model
+
+
+def trained() -> tuple[str, ...]:
+    """The families whose weights are in the package."""
+    return tuple(family for family in FAMILIES if (_MODELS / family / "model.safetensors").is_file())
+
+
+def load_tiny(family: str) -> PreTrainedModel:
+    """The trained model of a family, from the package, in float32. ValueError for one whose weights aren't there."""
+    from transformers import AutoModelForCausalLM
+
+    if family not in trained():
+        raise ValueError(f"family: expected one of {', '.join(trained())}, got {family!r}")
+    folder = _MODELS / family
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval()
