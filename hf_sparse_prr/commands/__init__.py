@@ -2,7 +2,18 @@
 
 import typer
 
-from hf_sparse_prr.commands import ablation, bench, doctor, generate, kernels, profile, train_tiny, tune
+from hf_sparse_prr.commands import (
+    ablation,
+    bench,
+    doctor,
+    evaluate,
+    generate,
+    hit_rates,
+    kernels,
+    profile,
+    train_tiny,
+    tune,
+)
 
 app = typer.Typer(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
@@ -26,5 +37,8 @@ app.command(epilog="Example: hf-sparse-prr tune --device cuda:1")(tune.tune)
 app.command(epilog="Example: hf-sparse-prr profile --shape llama-3.1-8b --device cuda")(profile.profile)
 bench.bench.command(epilog="Example: hf-sparse-prr bench ablation --context 16K,128K --device cuda")(ablation.ablation)
 app.command(epilog="Example: hf-sparse-prr train-tiny --family llama --minutes 6 --device cuda")(train_tiny.train_tiny)
+_EVAL = "hf-sparse-prr eval --model tiny:llama --task needle_multi_query,tracking --length 2K --episodes 4"
+app.command(name="eval", epilog=f"Example: {_EVAL}")(evaluate.evaluate_command)
+app.command(epilog="Example: hf-sparse-prr hit-rates --model smollm2 --length 2K --budget 512")(hit_rates.hit_rates)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(kernels.kernels, name="kernels")

@@ -1,0 +1,73 @@
+"""What an evaluation shows: accuracy by task and setting, distance from dense on texts, and whether PRR is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_sparse_prr.commands.tables import percent, say
+from hf_sparse_prr.evidence.evaluate import differing
+
+
+def show(out: Console, found: dict[str, Any]) -> None:
+    environment = found["environment"]
+    say(out, ", ".join(f"{name} {value}" for name, value in environment.items()), found["command"])
+    cells = found["cells"]
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        for length in dict.fromkeys(cell["length"] for cell in cells):
+            here = [cell for cell in cells if cell["model"] == model and cell["length"] == length]
+            tasks = [cell for cell in here if "accuracy" in cell]
+            texts = [cell for cell in here if "perplexity" in cell]
+            if tasks:
+                out.print(accuracy_table(f"{model}, {length} tokens: exact answers", tasks))
+            if texts:
+                out.print(text_table(f"{model}, {length} tokens: against dense", texts))
+    say(out, verdict(cells))
+
+
+def verdict(cells: list[dict[str, Any]]) -> str:
+    """One line on exactness."""
+    pairs, wrong = differing(cells)
+    answers = sum(len(cell.get("answers", ())) for cell in cells if cell["mode"] == "prr")
+    if wrong:
+        names = ", ".join(f"{cell['model']} {cell['task']} {cell['length']} {cell['label']}" for cell in wrong)
+        return f"PRR DIFFERS from serial in {len(wrong)} of {pairs} cells, this is a bug: {names}"
+    return f"PRR equals serial in all {pairs} cells: {answers} answers, and every logit to the bit"
+
+
+def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
+    """A row a task, a column a setting; depths are averaged."""
+    labels = list(dict.fromkeys(cell["label"] for cell in cells))
+    table = Table("task", *(label.replace("-", "\n") for label in labels), title=title)
+    names = list(dict.fromkeys(cell["task"] for cell in cells))
+    for task in names:
+        table.add_row(task, *(percent(_mean(cells, label, task), 1) for label in labels))
+    if len(names) > 1:
+        table.add_row("mean", *(percent(_mean(cells, label), 1) for label in labels))
+    hits = [_mean(cells, label, value="hit_rate") for label in labels]
+    if any(rate is not None for rate in hits):
+        table.add_row("hit rate", *(percent(rate, 1) for rate in hits))
+    return table
+
+
+def text_table(title: str, cells: list[dict[str, Any]]) -> Table:
+    table = Table("text", "setting", "perplexity", "top-1 as dense", "KL, nats a token", "hit rate", title=title)
+    for cell in cells:
+        rate = cell.get("hit_rate")
+        table.add_row(
+            cell["task"].partition(":")[2],
+            cell["label"],
+            f"{cell['perplexity']:.3f}",
+            percent(cell["agreement"], 1),
+            f"{cell['kl']:.5f}",
+            percent(rate, 1),
+        )
+    return table
+
+
+def _mean(cells: list[dict[str, Any]], label: str, task: str | None = None, value: str = "accuracy") -> float | None:
+    here = [cell for cell in cells if cell["label"] == label and task in (None, cell["task"])]
+    chosen = [cell[value] for cell in here if value in cell]
+    return sum(chosen) / len(chosen) if chosen else None

@@ -1,0 +1,96 @@
+"""Decode given rows under one setting after another, over copies of one prefilled cache.
+
+The prompt is read by the stock model. Its last tokens, the end of the question, are decoded: each selects for itself,
+as an answer's tokens do. Models with an indexer read the prompt under each setting: what stock caches isn't what a
+patched model needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.evidence.settings import Setting
+from hf_sparse_prr.evidence.subjects import Subject
+from hf_sparse_prr.hooks import cache_argument
+
+_CHUNK = 512  # prompt tokens a forward
+
+
+class Decoded(NamedTuple):
+    """ids: int64 [B, n], of the tokens decoded.  digest: sha256 of all their logits' bits.  stats: of the patch, None
+    for dense.  logits: fp32 [B, n, V] where they were asked for."""
+
+    ids: torch.Tensor
+    digest: str
+    stats: dict[str, Any] | None
+    logits: torch.Tensor | None
+
+
+class Rows:
+    """ids: int64 [B, T].  begin: the first token that is decoded; those before it are the prompt.  chosen: bool [T],
+    true where a token is the model's own choice and not the one in `ids`.  own_prompt: each setting reads the prompt
+    itself, so that the EMA can be calibrated by it."""
+
+    def __init__(
+        self, subject: Subject, ids: torch.Tensor, begin: int, chosen: torch.Tensor, own_prompt: bool = False
+    ) -> None:
+        self.own_prompt = own_prompt or subject.indexed
+        self.subject, self.ids, self.begin, self.chosen = subject, ids.to(subject.model.device), begin, chosen.tolist()
+        self._prompt: Any = None  # the cache, once it is needed
+
+    @torch.inference_mode()
+    def decode(self, setting: Setting, keep: bool = False, **more: Any) -> Decoded:
+        """Greedy where the token is the model's own. keep: the logits. more: SparseConfig fields."""
+        with self._patched(setting, more) as handle:
+            cache = self._cache(setting)
+            digest, kept, found = hashlib.sha256(), [], []
+            token = self.ids[:, self.begin]
+            last = self.ids.shape[1] - 1
+            for at in range(self.begin, last):
+                given = {cache_argument(): cache}
+                logits = self.subject.model(token[:, None], use_cache=True, **given).logits[:, -1].float()
+                digest.update(logits.cpu().numpy().tobytes())
+                if keep:
+                    kept.append(logits)
+                token = logits.argmax(-1) if self.chosen[at + 1] else self.ids[:, at + 1]
+                found.append(token)
+            stats = None if handle is None else handle.stats()
+        ids = torch.stack(found, dim=1).cpu()
+        return Decoded(ids, digest.hexdigest(), stats, torch.stack(kept, dim=1) if keep else None)
+
+    @contextmanager
+    def _patched(self, setting: Setting, more: dict[str, Any]) -> Iterator[Any]:
+        if setting.mode == "dense":
+            yield None
+            return
+        with patch_model(self.subject.model, **setting.overrides(**more)) as handle:
+            yield handle
+
+    def _cache(self, setting: Setting) -> Any:
+        model = self.subject.model
+        if self.own_prompt:
+            return self._prefill(DynamicCache(config=model.config) if setting.mode == "dense" else SparseCache(model))
+        if self._prompt is None:
+            raise ValueError("rows: expected read() before decode(): this prompt is read by the stock model")
+        return copy.deepcopy(self._prompt)
+
+    @torch.inference_mode()
+    def read(self) -> None:
+        """Read the prompt, once, with the unpatched model."""
+        if self._prompt is None and not self.own_prompt:
+            self._prompt = self._prefill(SparseCache(self.subject.model.config))
+
+    def _prefill(self, cache: Any) -> Any:
+        if isinstance(cache, SparseCache):
+            cache.prompt_length = self.begin
+        for chunk in self.ids[:, : self.begin].split(_CHUNK, dim=1):
+            self.subject.model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
+        return cache

@@ -1,0 +1,139 @@
+"""Every case under every setting, cell by cell, and what the cells say together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_sparse_prr.demo.progress import Progress, silent
+from hf_sparse_prr.evidence.cells import QUESTION, SEED, Case, TaskGroup, TextGroup
+from hf_sparse_prr.evidence.settings import Setting, settings_for
+from hf_sparse_prr.evidence.store import Store
+from hf_sparse_prr.evidence.subjects import Subject, load_subject
+from hf_sparse_prr.evidence.tasks import TASKS
+from hf_sparse_prr.evidence.texts import text_of
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is evaluated; `hf-sparse-prr eval --help` says what each means."""
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...] = tuple(TASKS)
+    lengths: tuple[int, ...] = (4096,)
+    depths: tuple[float | None, ...] = (None,)
+    texts: tuple[str, ...] = ()
+    text_tokens: int = 128
+    episodes: int = 32
+    windows: int = 2
+    selectors: tuple[str, ...] = ("quest",)
+    budgets: tuple[str, ...] = ("1/8",)
+    block_sizes: tuple[int, ...] = (32,)
+    modes: tuple[str, ...] = ("dense", "serial", "prr")
+    dense_layers: int | str = "auto"
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
+        for text in self.texts:
+            text_of(text)
+
+    def cases(self, subject: Subject) -> Iterator[Case]:
+        """Texts are for models with a tokenizer: the tiny ones never saw any."""
+        for length in self.lengths:
+            for task in self.tasks:
+                for depth in self.depths:
+                    yield Case(task, length, depth, self.episodes)
+            if subject.tokenizer is not None:
+                for text in self.texts:
+                    yield Case(f"text:{text}", length, None, self.windows)
+
+    def settings(self, subject: Subject, length: int) -> list[Setting]:
+        sizes, modes = list(self.block_sizes), list(self.modes)
+        chosen = (list(self.selectors), list(self.budgets), sizes, modes, self.dense_layers)
+        return settings_for(subject.indexed, length, *chosen)
+
+
+def evaluate(
+    grid: Grid,
+    folder: Path,
+    progress: Progress = silent,
+    load: Callable[..., Subject] = load_subject,
+) -> dict[str, Any]:
+    """Run what of the grid isn't in `folder` yet. Returns {"grid", "environment", "cells"}; a cell says its model,
+    task, length, depth and setting, and what `TaskGroup.run` or `TextGroup.run` found.
+
+    Raises:
+        ValueError: a setting or a length that can't be had, or a folder of another run.
+    """
+    asked = {**{name: _plain(value) for name, value in asdict(grid).items()}, "question": QUESTION, "seed": SEED}
+    # More models, tasks, lengths or settings may be added to a folder; what a cell holds may not change
+    fixed = ("episodes", "windows", "text_tokens", "dense_layers", "dtype", "device", "question", "seed")
+    store = Store(folder, {name: asked[name] for name in fixed})
+    cells = []
+    for name in grid.models:
+        subject = load(name, getattr(torch, grid.dtype), grid.device, progress)
+        for case in grid.cases(subject):
+            if case.length > subject.longest:
+                raise ValueError(f"length: expected at most {subject.longest} for {name}, got {case.length}")
+            cells += _group(subject, case, grid, store, progress)
+    return {"grid": asked, "environment": environment(grid.device), "cells": cells}
+
+
+def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Progress) -> list[dict[str, Any]]:
+    """A case under all settings. The prompts are read when the first cell is missing."""
+    group: TaskGroup | TextGroup | None = None
+    found = []
+    for setting in grid.settings(subject, case.length):
+        stage = f"{subject.name} {case.label} {setting.label}"
+
+        def measure(setting: Setting = setting, stage: str = stage) -> dict[str, Any]:
+            nonlocal group
+            progress(stage, 0, None)
+            if group is None:
+                text = case.task.startswith("text:")
+                group = TextGroup(subject, case, grid.text_tokens) if text else TaskGroup(subject, case)
+            return group.run(setting, lambda done, total: progress(stage, done, total))
+
+        key = f"{subject.name}-{case.label}-{setting.label}"
+        cell = store.cell("".join(c if c.isalnum() or c in "-._" else "_" for c in key), measure)
+        found.append({"model": subject.name, **case._asdict(), **setting._asdict(), "label": setting.label, **cell})
+    return found
+
+
+def differing(cells: Sequence[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+    """(how many PRR cells have a serial twin, those of them whose logits differ from it in any bit)."""
+    twins = {_key(cell): cell for cell in cells if cell["mode"] == "serial"}
+    pairs = [(cell, twins[_key(cell)]) for cell in cells if cell["mode"] == "prr" and _key(cell) in twins]
+    return len(pairs), [cell for cell, twin in pairs if _answers(cell) != _answers(twin)]
+
+
+def _answers(cell: dict[str, Any]) -> tuple[Any, Any]:
+    return cell["digest"], cell.get("answers")
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in ("model", "task", "length", "depth", "selector", "budget", "block_size"))
+
+
+def environment(device: str) -> dict[str, Any]:
+    return {
+        "machine": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
