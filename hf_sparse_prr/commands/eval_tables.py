@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_sparse_prr.commands.tables import percent, say
 from hf_sparse_prr.evidence.evaluate import differing
@@ -40,7 +41,7 @@ def verdict(cells: list[dict[str, Any]]) -> str:
 def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
     """A row a task, a column a setting; depths are averaged."""
     labels = list(dict.fromkeys(cell["label"] for cell in cells))
-    table = Table("task", *(label.replace("-", "\n") for label in labels), title=title)
+    table = Table("task", *(label.replace("-", "\n") for label in labels), title=Text(title))
     names = list(dict.fromkeys(cell["task"] for cell in cells))
     for task in names:
         table.add_row(task, *(percent(_mean(cells, label, task), 1) for label in labels))
@@ -53,7 +54,7 @@ def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
 
 
 def text_table(title: str, cells: list[dict[str, Any]]) -> Table:
-    table = Table("text", "setting", "perplexity", "top-1 as dense", "KL, nats a token", "hit rate", title=title)
+    table = Table("text", "setting", "perplexity", "top-1 as dense", "KL, nats a token", "hit rate", title=Text(title))
     for cell in cells:
         rate = cell.get("hit_rate")
         table.add_row(

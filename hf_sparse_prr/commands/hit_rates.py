@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_sparse_prr.commands.arguments import check_device, one_line_refusals, tokens_of, writable
 from hf_sparse_prr.commands.tables import percent, say
@@ -69,10 +70,9 @@ def hit_rates(
 
 def _show(out: Console, found: dict[str, Any]) -> None:
     say(out, found["command"], f"{found['free_blocks']} blocks of {found['block_size']} selected a step")
-    columns = [f"{name}\nx{delta:g}" for delta in DELTAS for name in ("EMA", "last", "EMA\nweighted")]
-    table = Table(
-        "layer", *columns, title=f"{found['model']}: hit rates, {found['length']} tokens and {found['steps']}"
-    )
+    columns = [f"{name}\nx{delta:g}" for delta in DELTAS for name in ("EMA", "last", "EMA,\nby score")]
+    title = f"{found['model']}: hit rates, {found['length']} tokens and {found['steps']}"
+    table = Table("layer", *columns, title=Text(title))  # elsewhere ":llama:" is an emoji
     for layer, rates in [*found["layers"].items(), ("mean", found["mean"])]:
         cells = []
         for delta in (f"{delta:g}" for delta in DELTAS):

@@ -1,0 +1,48 @@
+"""Results on disk: each cell once, whole, and of one run."""
+
+import json
+
+import pytest
+
+from hf_sparse_prr.evidence.store import Store, write
+
+
+def test_a_cell_is_measured_once(tmp_path):
+    store, calls = Store(tmp_path, {"seed": 1}), []
+
+    def measure():
+        calls.append(1)
+        return {"accuracy": 0.5}
+
+    assert store.cell("a", measure) == store.cell("a", measure) == {"accuracy": 0.5}
+    assert Store(tmp_path, {"seed": 1}).cell("a", measure) == {"accuracy": 0.5} and len(calls) == 1
+    assert store.has("a") and not store.has("b")
+
+
+def test_an_interrupted_cell_leaves_the_others(tmp_path):
+    store = Store(tmp_path, {"seed": 1})
+    store.cell("a", lambda: {"accuracy": 1.0})
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.cell("b", stopped)
+    assert sorted(path.name for path in (tmp_path / "cells").iterdir()) == ["a.json"]
+
+
+def test_a_half_written_file_is_not_taken_for_a_cell(tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_sparse_prr.evidence.store.os.replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "b.json", {"accuracy": 1.0})
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    Store(tmp_path, {"episodes": 8, "seed": 1})
+    with pytest.raises(ValueError, match=r"output: expected a folder of the same run, got one with episodes 8, not 32"):
+        Store(tmp_path, {"episodes": 32, "seed": 1})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"episodes": 8, "seed": 1}
