@@ -8,6 +8,8 @@ from hf_sparse_prr.evidence.exact import episodes_of
 from hf_sparse_prr.evidence.settings import Setting
 from hf_sparse_prr.evidence.subjects import load_subject
 
+pytestmark = pytest.mark.compat
+
 LENGTH, BEGIN = 768, 756
 
 

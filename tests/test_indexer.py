@@ -91,7 +91,12 @@ def test_the_loss_falls_as_an_indexer_learns():
 def test_stock_classes_are_back_after_an_error():
     model = tiny_model("deepseek_v32", **SMALL)
     before = [type(layer.self_attn) for layer in model.model.layers]
-    with pytest.raises(RuntimeError, match="stop"), training(model):
-        assert [type(layer.self_attn) for layer in model.model.layers] != before
-        raise RuntimeError("stop")
+
+    def stops():
+        with training(model):
+            assert [type(layer.self_attn) for layer in model.model.layers] != before
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        stops()
     assert [type(layer.self_attn) for layer in model.model.layers] == before

@@ -7,6 +7,8 @@ from hf_sparse_prr.evidence.exact import episodes_of, forced_accuracy
 from hf_sparse_prr.evidence.tasks import Bytes
 from hf_sparse_prr.evidence.tiny import _MODELS, FAMILIES, load_tiny, trained
 
+pytestmark = pytest.mark.compat
+
 
 def test_four_families_have_weights_of_a_few_megabytes():
     assert set(trained()) == {"llama", "qwen3", "glm4", "deepseek_v32"}

@@ -14,6 +14,8 @@ from hf_sparse_prr.evidence.subjects import load_subject
 from hf_sparse_prr.evidence.traces import Trace, recorded, trace_of
 from hf_sparse_prr.selectors import SELECTORS
 
+pytestmark = pytest.mark.compat
+
 FILES = sorted((Path(__file__).parent / "traces").glob("*.safetensors"))
 EMA = (0.4, 0.1, 0.25)
 

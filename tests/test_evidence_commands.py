@@ -1,0 +1,132 @@
+"""`eval`, `hit-rates` and `train-tiny` on the command line: what they write and print, and what they refuse."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_sparse_prr.commands import app, eval_tables
+from hf_sparse_prr.commands import evaluate as command
+from hf_sparse_prr.demo.smollm2 import FetchError
+from hf_sparse_prr.evidence.tasks import TASKS
+
+EVAL = ["eval", "--model", "tiny:llama", "--length", "512", "--task", "needle_single", "--episodes", "2"]
+GRID = [*EVAL, "--budget", "96,1/4", "--block-size", "16", "--dense-layers", "0", "--depth", "0,1"]
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("eval")
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return call(*GRID, "--output", folder, "--plots")
+
+
+def test_eval_writes_every_cell_and_says_whether_prr_is_exact(folder, result):
+    assert result.exit_code == 0, result.output
+    found = json.loads((folder / "results.json").read_text())
+    assert len(found["cells"]) == 2 * (1 + 2 * 2) == len(list((folder / "cells").iterdir()))
+    assert {cell["budget"] for cell in found["cells"]} == {0, 96, 128}
+    assert "PRR equals serial in all 4 cells: 8 answers, and every logit to the bit" in result.stdout
+    assert "tiny:llama, 512 tokens: exact answers" in result.stdout and "needle_single" in result.stdout
+
+
+def test_eval_draws_accuracy_by_budget_and_depth_by_length(folder, result):
+    drawn = {path.name for path in (folder / "plots").iterdir()}
+    assert drawn == {
+        "tiny_llama-budget.png",
+        *(f"tiny_llama-needle_single-{label}.png" for label in ("dense", "serial-quest-96-16", "serial-quest-1of4-16")),
+    }
+    assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in drawn)
+
+
+def test_a_difference_ends_with_1(folder, result):
+    (cell,) = (folder / "cells").glob("*-0-prr-quest-96-16.json")
+    held = cell.read_text()
+    try:
+        cell.write_text(json.dumps({**json.loads(held), "digest": ["0"]}))
+        again = call(*GRID, "--output", folder)
+    finally:
+        cell.write_text(held)
+    assert again.exit_code == 1
+    assert "PRR DIFFERS from serial in 1 of 4 cells, this is a bug: tiny:llama needle_single 512" in again.stdout
+
+
+def test_the_verdict_counts_answers():
+    cell = {"model": "m", "task": "t", "length": 1, "depth": None, "selector": "q", "budget": 1, "block_size": 1}
+    cells = [{**cell, "mode": mode, "digest": ["a"], "answers": [[1], [2]]} for mode in ("serial", "prr")]
+    assert eval_tables.verdict(cells) == "PRR equals serial in all 1 cells: 2 answers, and every logit to the bit"
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["--task", "chess"], 2, "task: expected one of needle_single"),
+        (["--depth", "2"], 2, "--depth: expected numbers from 0 to 1, or any, got 2.0"),
+        (["--depth", "deep"], 2, "--depth: expected numbers from 0 to 1"),
+        (["--speculate", "maybe"], 2, "--speculate: expected off, on, got 'maybe'"),
+        (["--budget", "half"], 2, "budget: expected tokens like 512, or a share of the length like 1/8, got 'half'"),
+        (["--budget", "16"], 2, "budget: expected None or an int >= 128"),
+        (["--length", "64K"], 2, "length: expected at most 32768 for tiny:llama, got 65536"),
+        (["--model", "tiny:gpt2"], 2, "family: expected one of llama"),
+        (["--model", "no/such"], 3, "no/such: no such file or folder"),
+        (["--device", "tpu"], 2, "--device: expected cpu, cuda"),
+    ],
+)
+def test_eval_refuses_in_one_line(tmp_path, arguments, code, words):
+    usual = {"--model": "tiny:llama", "--length": 512, "--episodes": 1, "--output": tmp_path} | {
+        arguments[0]: arguments[1]
+    }
+    refused = call("eval", *(word for option in usual.items() for word in option))
+    assert refused.exit_code == code, refused.output
+    assert refused.stderr.splitlines()[-1].startswith("error: ") and words in refused.stderr
+
+
+def test_a_model_that_cannot_be_fetched_ends_with_4(tmp_path, monkeypatch):
+    def fails(*_):
+        raise FetchError("no network")
+
+    monkeypatch.setattr(command, "evaluate", fails)
+    refused = call(*EVAL, "--output", tmp_path)
+    assert refused.exit_code == 4 and "no network" in refused.stderr
+
+
+def test_hit_rates_writes_its_data(tmp_path):
+    output, trace = tmp_path / "h.json", tmp_path / "t.safetensors"
+    options = ["--length", 512, "--steps", 32, "--budget", "1/4", "--block-size", 16, "--output", output]
+    result = call("hit-rates", *options, "--trace", trace)
+    assert result.exit_code == 0, result.output
+    found = json.loads(output.read_text())
+    assert found["free_blocks"] == 5 and list(found["layers"]) == ["2", "3"] and trace.is_file()
+    assert found["command"].startswith("hf-sparse-prr") and "tiny:llama: hit rates, 512 tokens and 32" in result.stdout
+    refused = call("hit-rates", "--model", "tiny:deepseek_v32", *options)
+    assert refused.exit_code == 2 and "expected one that selects blocks" in refused.stderr
+
+
+def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
+    from hf_sparse_prr.commands import train_tiny
+    from hf_sparse_prr.evidence.making import make
+    from hf_sparse_prr.evidence.training import Plan
+
+    def small(*arguments):
+        overrides = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+        return make(*arguments, measured=(512,), episodes=1, overrides=overrides)
+
+    monkeypatch.setattr(train_tiny, "make", small)
+    monkeypatch.setattr(train_tiny, "Plan", lambda: Plan(lengths=(48,), tokens=512, steps=2, decay=2))
+    options = ["--minutes", 0.02, "--device", "cpu", "--workers", 0, "--output", tmp_path]
+    result = call("train-tiny", "--family", "llama", *options)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "llama" / "model.safetensors").is_file() and (tmp_path / "llama" / "README.md").is_file()
+    assert all(task in result.stdout for task in TASKS)
+
+
+def test_train_tiny_refuses_a_family_that_is_not_there(tmp_path):
+    refused = call("train-tiny", "--family", "gpt2", "--device", "cpu", "--output", tmp_path)
+    assert refused.exit_code == 2 and "--family: expected llama, qwen3" in refused.stderr
