@@ -26,5 +26,5 @@ def test_a_path_is_read_with_its_tokenizer(smollm2):
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"family: expected one of llama, .*, got 'gpt2'"):
         load_subject("tiny:gpt2")
-    with pytest.raises(LoadError, match="expected a model folder with a config.json"):
+    with pytest.raises(LoadError, match=r"expected a model folder with a config\.json"):
         load_subject(str(tmp_path))

@@ -29,7 +29,7 @@ def test_lengths_come_in_order_then_the_rate_falls():
 
 def test_an_indexer_has_two_phases_more():
     slow = Plan(lengths=(48,), tokens=192, steps=4, decay=10, warm_up=10, sparse=10, sparse_lengths=(96,), workers=0)
-    model, progress, told, moved = train("deepseek_v32", slow, minutes=0.15, index_topk=24)
+    _, progress, told, moved = train("deepseek_v32", slow, minutes=0.15, index_topk=24)
     phases = [each.partition(" ")[0] for each in dict.fromkeys(told)]
     assert phases[0] == "dense" and "sparse" in phases
     assert phases == [each for each in ("dense", "decay", "warm-up", "sparse") if each in phases]
