@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,17 +40,15 @@ def verdict(cells: list[dict[str, Any]]) -> str:
 
 
 def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
-    """A row a task, a column a setting; depths are averaged."""
-    labels = list(dict.fromkeys(cell["label"] for cell in cells))
-    table = Table("task", *(label.replace("-", "\n") for label in labels), title=Text(title))
+    """A row a setting, a column a task; depths are averaged. Narrow, so that eight tasks fit a terminal."""
     names = list(dict.fromkeys(cell["task"] for cell in cells))
-    for task in names:
-        table.add_row(task, *(percent(_mean(cells, label, task), 1) for label in labels))
-    if len(names) > 1:
-        table.add_row("mean", *(percent(_mean(cells, label), 1) for label in labels))
-    hits = [_mean(cells, label, value="hit_rate") for label in labels]
-    if any(rate is not None for rate in hits):
-        table.add_row("hit rate", *(percent(rate, 1) for rate in hits))
+    table = Table("setting", title=Text(title), box=SIMPLE, padding=0, collapse_padding=True)
+    for name in [*names, "mean", "hit_rate"]:
+        table.add_column(name.replace("needle_", "").replace("_", "\n"), justify="right", min_width=6, no_wrap=True)
+    for label in dict.fromkeys(cell["label"] for cell in cells):
+        shares = [_mean(cells, label, task) for task in [*names, None]]
+        row = [percent(share, 1) for share in [*shares, _mean(cells, label, value="hit_rate")]]
+        table.add_row(label.replace("-", " "), *row)
     return table
 
 
