@@ -11,7 +11,14 @@ from hf_sparse_prr.config import DEFAULT_EMA
 from hf_sparse_prr.evidence.replay import LAST, calibrated, overlaps, replay, shifted
 from hf_sparse_prr.evidence.traces import Trace
 
-QUEST = Trace.load(Path(__file__).parent / "traces" / "llama-quest.safetensors")
+TRACES = Path(__file__).parent / "traces"
+QUEST = Trace.load(TRACES / "llama-quest.safetensors")
+REAL = [(path.stem, Trace.load(path)) for path in sorted(TRACES.glob("*.safetensors"))]
+LAYERS = [
+    pytest.param(trace.scores[layer], trace.free, id=f"{name} {layer}")
+    for name, trace in REAL
+    for layer in trace.scores
+]
 
 
 def winners(scores, k):
@@ -20,17 +27,16 @@ def winners(scores, k):
     return [[set(head.tolist()) for head in step] for step in order]
 
 
-@pytest.mark.parametrize("layer", QUEST.scores)
+@pytest.mark.parametrize("scores, free", LAYERS)
 @pytest.mark.parametrize("delta", [1.0, 1.5])
-def test_reuse_is_counted_as_by_hand(layer, delta):
-    scores = QUEST.scores[layer]
-    chosen, held = winners(scores, QUEST.free), winners(scores, int(delta * QUEST.free))
-    hits = replay(scores, QUEST.free, LAST, delta)
+def test_reuse_is_counted_as_by_hand(scores, free, delta):
+    chosen, held = winners(scores, free), winners(scores, int(delta * free))
+    hits = replay(scores, free, LAST, delta)
     assert hits.hits[0].sum() == 0
     for step in range(1, len(scores)):
         for head in range(scores.shape[1]):
             assert hits.hits[step, head] == len(chosen[step][head] & held[step - 1][head])
-    assert hits.selected.unique().tolist() == [QUEST.free]
+    assert hits.selected.unique().tolist() == [free]
 
 
 def test_weights_are_shares_of_the_normalised_score():
@@ -71,10 +77,16 @@ def test_a_shift_moves_real_scores_and_costs_hits_at_once():
     assert drop[1] < drop[0]
 
 
-@pytest.mark.parametrize("k", [1, 4, 13, 50])
-def test_the_exact_top_k_of_real_scores(k):
-    for scores in QUEST.scores.values():
-        rows = scores.flatten(0, 1)
-        wanted = [sorted(head) for step in winners(scores, k) for head in step]
-        for hint in (None, torch.zeros((len(rows), 3), dtype=torch.int32), gvr_topk(rows.roll(2, 0), k)):
-            assert gvr_topk(rows, k, hint=hint).tolist() == wanted
+@pytest.mark.parametrize("scores, free", LAYERS)
+@pytest.mark.parametrize("k", [1, 4, 13, 25])
+def test_the_exact_top_k_of_real_scores(scores, free, k):
+    rows = scores.flatten(0, 1)
+    wanted = [sorted(head) for step in winners(scores, k) for head in step]
+    for hint in (None, torch.zeros((len(rows), 3), dtype=torch.int32), gvr_topk(rows.roll(2, 0), k)):
+        assert gvr_topk(rows, k, hint=hint).tolist() == wanted
+
+
+@pytest.mark.parametrize("scores, free", [each for each in LAYERS if "smollm2" in each.id])
+def test_a_text_models_blocks_are_mostly_predicted(scores, free):
+    assert replay(scores, free, DEFAULT_EMA).rate > 0.7
+    assert replay(scores, free, DEFAULT_EMA, 2.0).rate > 0.9

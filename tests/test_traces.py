@@ -62,10 +62,10 @@ def test_several_rows_are_refused():
     assert not type(SELECTORS["quest"]).__name__.startswith("_")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in FILES if "llama" in path.name], ids=lambda path: path.stem)
 def test_a_real_trace_replays_to_the_statistics_of_its_run(path):
     trace = Trace.load(path)
-    assert path.stat().st_size < 60_000 and len(trace.scores) == 2
+    assert len(trace.scores) == 2
     for layer, scores in trace.scores.items():
         hits = replay(scores, trace.free, tuple(trace.about["ema"]))
         assert hits.rate == pytest.approx(trace.about["hit_rate"][str(layer)], abs=1e-6)
@@ -73,7 +73,8 @@ def test_a_real_trace_replays_to_the_statistics_of_its_run(path):
 
 
 def test_there_are_real_traces():
-    assert [path.stem for path in FILES] == ["llama-infllm_v2", "llama-quest"]
+    assert [path.stem for path in FILES] == ["llama-infllm_v2", "llama-quest", "smollm2-quest"]
+    assert all(path.stat().st_size < 60_000 for path in FILES)
 
 
 def test_scores_of_half_a_step_are_refused():
