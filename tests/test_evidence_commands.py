@@ -48,6 +48,11 @@ def test_eval_draws_accuracy_by_budget_and_depth_by_length(folder, result):
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in drawn)
 
 
+def test_eval_as_json_prints_nothing_else(folder, result):
+    again = call(*GRID, "--output", folder, "--json")
+    assert json.loads(again.stdout)["cells"] == json.loads((folder / "results.json").read_text())["cells"]
+
+
 def test_a_difference_ends_with_1(folder, result):
     (cell,) = (folder / "cells").glob("*-0-prr-quest-96-16.json")
     held = cell.read_text()
@@ -107,6 +112,7 @@ def test_hit_rates_writes_its_data(tmp_path):
     found = json.loads(output.read_text())
     assert found["free_blocks"] == 5 and list(found["layers"]) == ["2", "3"] and trace.is_file()
     assert found["command"].startswith("hf-sparse-prr") and "tiny:llama: hit rates, 512 tokens and 32" in result.stdout
+    assert json.loads(call("hit-rates", *options, "--json").stdout)["layers"] == found["layers"]
     refused = call("hit-rates", "--model", "tiny:deepseek_v32", *options)
     assert refused.exit_code == 2 and "expected one that selects blocks" in refused.stderr
 
@@ -127,6 +133,8 @@ def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "llama" / "model.safetensors").is_file() and (tmp_path / "llama" / "README.md").is_file()
     assert all(task in result.stdout for task in TASKS)
+    (found,) = json.loads(call("train-tiny", "--family", "llama", *options, "--json").stdout)
+    assert found == json.loads((tmp_path / "llama" / "training.json").read_text())
 
 
 def test_train_tiny_refuses_a_family_that_is_not_there(tmp_path):

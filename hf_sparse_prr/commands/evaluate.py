@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from importlib.util import find_spec
@@ -71,6 +72,7 @@ def evaluate_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     output: Annotated[Path, typer.Option(help="A folder: a file a cell, results.json, plots.")] = Path("eval"),
     plots: Annotated[bool, typer.Option(help="Draw figures (matplotlib).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
 ) -> None:
     """Answer retrieval tasks and continue real text with dense, serial sparse and PRR decoding; compare all answers.
 
@@ -113,7 +115,10 @@ def evaluate_command(
             raise CommandError(error, EXIT_FETCH) from error
         found["command"] = shlex.join(["hf-sparse-prr", *sys.argv[1:]])
         write(output / "results.json", found)
-        show(Console(), found)
+        if as_json:
+            print(json.dumps(found))
+        else:
+            show(Console(), found)
         if plots:
             from hf_sparse_prr.commands.eval_plots import draw
 

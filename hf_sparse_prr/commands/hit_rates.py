@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def hit_rates(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     output: Annotated[Path, typer.Option(help="The JSON file.")] = Path("hit-rates.json"),
     trace: Annotated[Path | None, typer.Option(help="Keep the scores of all steps here (safetensors).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
 ) -> None:
     """Hit rates by layer, KV head, surplus and weighting: EMA against reuse of the last step, calibrated against
     default, and what a change of topic does.
@@ -65,7 +67,10 @@ def hit_rates(
         write(output, found)
         if trace is not None:
             kept.save(writable(trace, "--trace").with_name(trace.name))
-        _show(Console(), found)
+        if as_json:
+            print(json.dumps(found))
+        else:
+            _show(Console(), found)
 
 
 def _show(out: Console, found: dict[str, Any]) -> None:

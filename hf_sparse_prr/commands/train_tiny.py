@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,9 @@ def train_tiny(
     seed: Annotated[int, typer.Option(help="Of the data and the first weights.")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw the data.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cuda",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print only the JSON: what each training.json holds.")
+    ] = False,
 ) -> None:
     """Train a tiny byte-level model of each family to retrieve over up to 16K, and measure it.
 
@@ -41,6 +45,7 @@ def train_tiny(
             if name not in FAMILIES:
                 raise CommandError(f"--family: expected {', '.join(FAMILIES)}, got {name!r}", EXIT_USAGE)
         plan = replace(Plan(), seed=seed, workers=workers)
+        made = []
         for name in names:
             with Bar(notes) as bar:
 
@@ -48,8 +53,13 @@ def train_tiny(
                     bar(f"{name}: {progress.phase}, loss {progress.loss:.3f}", progress.steps, None)
 
                 found = make(name, output / name, minutes, torch.device(device), plan, tell)
+            made.append(found)
+            if as_json:
+                continue
             table = Table("task", *found["accuracy"], title=f"{name}: exact answers by length")
             for task in TASKS:
                 table.add_row(task, *(f"{shares[task]:.1%}" for shares in found["accuracy"].values()))
             out.print(table)
             out.print(f"written to {output / name}", soft_wrap=True, highlight=False, markup=False)
+        if as_json:
+            print(json.dumps(made))
