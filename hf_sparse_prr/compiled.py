@@ -56,7 +56,10 @@ def _token(cache: SparseCache, plan: LayerPlan) -> Token:
     forced = torch.where(holds, forced, -1).to(torch.int32)[:, None]
     last = (newest - plan.local_blocks + 1).clamp(min=0)
     always = torch.ones_like(start, dtype=torch.bool)
-    return Token(0, 0, valid, start, end, end - start, always, last, last, forced, forced)
+    return Token(
+        column=0, step=0, valid=valid, start=start, end=end, selects=always, length=end - start, last=last,
+        forced=forced, next_last=last, next_forced=forced,
+    )  # fmt: skip
 
 
 def attend(

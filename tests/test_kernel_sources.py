@@ -120,7 +120,7 @@ def test_a_module_the_user_loaded(built):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.sparse_prr.kernels.module is module
         assert twin.sparse_prr.config == handle.config
-    with pytest.raises(kernel_loader.KernelError, match=r"module 'json'|has no append_states"):
+    with pytest.raises(kernel_loader.KernelError, match=r"module 'json'|has no absorb_queries"):
         patch_model(tiny_llama(), **SPARSE, kernels=json)
 
 
@@ -246,7 +246,7 @@ FAILURES = [
     (no_variant, "build variant", "use a torch and GPU that the repo has a variant for"),
     (bad_metadata, "metadata|JSON|EOF", "metadata.json is broken"),
     (other_abi, "undefined symbol", "ABI mismatch"),
-    (no_ops, "it has no append_states", "look at what the repo exports"),
+    (no_ops, "it has no absorb_queries", "look at what the repo exports"),
 ]
 
 
