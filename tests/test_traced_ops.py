@@ -200,9 +200,10 @@ def test_eager_code_calls_the_module_itself():
     assert traceable(kernels) is kernels
 
 
-def test_nothing_is_registered_before_the_first_trace():
+def test_nothing_is_registered_before_the_first_trace(tmp_path):
     code = "import sys; from hf_sparse_prr import decode, ops; print('hf_sparse_prr.traced_ops' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Elsewhere: in the repository's root its sources would be found first, without what the wheel maps into them
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout == "False\n"
 
 
