@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr import SparseCache, patch_model, patching
 from hf_sparse_prr.hooks import cache_argument
 
 pytestmark = pytest.mark.compat
@@ -147,8 +147,9 @@ def test_a_generation_config_file_is_followed(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded"])
-def test_a_cache_named_in_a_generation_config_is_the_users_choice(kind):
-    """It runs stock, which is said once; a cache of generate()'s own would be a SparseCache."""
+def test_a_cache_named_in_a_generation_config_is_the_users_choice(kind, monkeypatch):
+    """It runs stock, which is said once a process; a cache of generate()'s own would be a SparseCache."""
+    monkeypatch.setattr(patching, "_PROCESS_WARNINGS", set())
     if kind == "offloaded" and not torch.cuda.is_available():
         pytest.skip("transformers offloads from a GPU")
     model, ids = tiny_llama(), prompt(150)
