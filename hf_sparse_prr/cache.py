@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from .report import Statistics
 
 
+CACHE_NAMES = ("cache", "past_key_values")  # of the argument: the first since transformers 5.24
+
+
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache that a forward was given by either name, or None."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
 class Look(NamedTuple):
     """What the model's config said when a forward's first layer of full attention looked: a look takes 9 us since
     transformers 5.24, and there were four a layer."""

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from .cache import SparseCache
+from .cache import SparseCache, cache_in
 
 if TYPE_CHECKING:
     from .patching import PatchHandle
 
 DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)  # in float32 a model stays stock to the last bit
-_CACHES = ("cache", "past_key_values")
 _SILU = ("SiLU", "SiLUActivation")
 
 Layer = Callable[..., torch.Tensor]
@@ -160,7 +159,7 @@ def layer_of(handle: "PatchHandle", decoder: Any) -> Layer:
 def applies(handle: "PatchHandle", layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether this is one decode token of one row that has outgrown its budget: by host numbers that the first layer
     has too, and the same tokens whether steps are captured or not, so that their bits are the same."""
-    cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+    cache = cache_in(kwargs)
     if hidden_states.shape[:2] != (1, 1) or hidden_states.dtype not in DTYPES or not isinstance(cache, SparseCache):
         return False
     plan, device = handle.sparse_plan, hidden_states.device.type

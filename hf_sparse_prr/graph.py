@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .cache import SparseCache
+from .cache import CACHE_NAMES, SparseCache, cache_in
 from .experts import why_not_experts
 from .fused import Layer, layer_of, why_not_module
 from .on_device import DeviceSteps
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .patching import PatchHandle
 
 DEVICES = ("cuda",)
-_CACHES = ("cache", "past_key_values")
 _SOME = 8  # tokens that a capture pays after, about: it costs as much as five eager ones
 _MOVED = "no two tokens in a row had the same buffers and every row selecting (beams, drafts and crops move them)"
 _LOCK, _INSTALLING = Lock(), Lock()
@@ -104,7 +103,7 @@ class Tail:
         if at > 0:
             done = hidden_states is self._done
             return self._returned(hidden_states) if done else layer(hidden_states, *args, **kwargs)
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        cache = cache_in(kwargs)
         if args or cache is not self.cache or torch.is_grad_enabled():  # the first: another thread's
             return layer(hidden_states, *args, **kwargs)
         self._done = self._token(hidden_states, kwargs)
@@ -169,7 +168,7 @@ class Tail:
         return self._steps.can_run(step.begin, hidden_states.device)
 
     def _describe(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in _CACHES})
+        leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in CACHE_NAMES})
         given = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves]
         return hidden_states.shape, hidden_states.dtype, hidden_states.device, sorted(kwargs), given
 

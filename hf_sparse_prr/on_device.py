@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+def _copy(held: list[Any], made: list[Any]) -> None:
+    """All at once into the tensors that are held: one by one they took 70 us of a token of 30 layers."""
+    pairs = [(old, new) for old, new in zip(held, made, strict=True) if old is not None]
+    if pairs:
+        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+
+
 class DeviceSteps:
     """The layers of a cache from `first` on: those that select, and those that share a selection."""
 
@@ -86,8 +93,7 @@ class DeviceSteps:
         held = tree_leaves([tuple(prior) for prior in self._priors])
         if [each if each is None else each.shape for each in made] != [x if x is None else x.shape for x in held]:
             return False
-        pairs = [(old, new) for old, new in zip(held, made, strict=True) if old is not None]
-        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+        _copy(held, made)
         for layer, prior in zip(layers, self._priors, strict=True):
             layer.memory.prior = prior
         return True
@@ -102,10 +108,7 @@ class DeviceSteps:
             result = step()
             self.cache.late.join()
             made = [memory.prior for memory in self._memories()]
-            leaves = (tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made))
-            pairs = [(held, new) for held, new in zip(*leaves, strict=True) if held is not None]
-            if pairs:  # all at once: one by one they took 70 us of a token of 30 layers
-                torch._foreach_copy_([held for held, _ in pairs], [new for _, new in pairs])
+            _copy(*(tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made)))
         finally:
             statistics.selector_calls = calls
             self.cache.on_device, self.cache.late = False, None

@@ -6,26 +6,22 @@ import triton.language as tl
 
 from ..reference.latent_states import check_index_append_arguments, check_latent_append_arguments
 from .launch import options, wait_for_previous
+from .linear import rounded
 from .tile import padded
 
 _HEADS = 8  # of a program
 
 
 @triton.jit
-def _round(value, dtype: tl.constexpr):
-    return value.to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _along(one, two, cos, sin, dtype: tl.constexpr):
     """The first of a pair, turned."""
-    return (_round(one * cos, dtype) - _round(two * sin, dtype)).to(dtype)
+    return (rounded(one * cos, dtype) - rounded(two * sin, dtype)).to(dtype)
 
 
 @triton.jit
 def _across(one, two, cos, sin, dtype: tl.constexpr):
     """The second."""
-    return (_round(two * cos, dtype) + _round(one * sin, dtype)).to(dtype)
+    return (rounded(two * cos, dtype) + rounded(one * sin, dtype)).to(dtype)
 
 
 @triton.jit
@@ -84,7 +80,7 @@ def _latent(
         compressed += b * x_b
         i = tl.arange(0, CP)
         x = tl.load(compressed + i * x_y, mask=i < C, other=0.0).to(tl.float32)
-        x = _round(x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps), dtype)
+        x = rounded(x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps), dtype)
         x = x * tl.load(norm + i * w_c, mask=i < C, other=0.0).to(tl.float32)
         tl.store(latents + b * l_b + column * l_t + i * l_c, x.to(dtype), mask=i < C)
         one = tl.load(compressed + (C + 2 * j) * x_y, mask=j < HALF, other=0.0).to(tl.float32)
@@ -99,7 +95,7 @@ def _normed(key, norm, bias, at, x_e, w_e, v_e, mean, scale, there, dtype: tl.co
     """Channels `at` of a layer norm."""
     x = tl.load(key + at * x_e, mask=there, other=0.0).to(tl.float32)
     w = tl.load(norm + at * w_e, mask=there, other=0.0).to(tl.float32)
-    return _round((x - mean) * scale * w + tl.load(bias + at * v_e, mask=there, other=0.0).to(tl.float32), dtype)
+    return rounded((x - mean) * scale * w + tl.load(bias + at * v_e, mask=there, other=0.0).to(tl.float32), dtype)
 
 
 @triton.jit

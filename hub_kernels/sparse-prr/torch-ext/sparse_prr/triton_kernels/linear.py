@@ -14,7 +14,8 @@ _NORM = 4096  # channels whose squares are summed at a time
 
 
 @triton.jit
-def _round(value, dtype: tl.constexpr):
+def rounded(value, dtype: tl.constexpr):
+    """In fp32, as the dtype holds it."""
     return value.to(dtype).to(tl.float32)
 
 
@@ -24,7 +25,7 @@ def _scale_of(x, X, eps, dtype: tl.constexpr, NX: tl.constexpr):
     squares = tl.zeros([NX], tl.float32)
     for first in range(0, X, NX):
         c = first + tl.arange(0, NX)
-        value = _round(tl.load(x + c, mask=c < X, other=0.0), dtype)
+        value = rounded(tl.load(x + c, mask=c < X, other=0.0), dtype)
         squares += value * value
     return tl.rsqrt(tl.sum(squares, axis=0) / X + eps)
 
@@ -32,10 +33,10 @@ def _scale_of(x, X, eps, dtype: tl.constexpr, NX: tl.constexpr):
 @triton.jit
 def _inputs(x, norm, c, X, scale, dtype: tl.constexpr, NORM: tl.constexpr):
     """What channels `c` put into the layers."""
-    value = _round(tl.load(x + c, mask=c < X, other=0.0), dtype)
+    value = rounded(tl.load(x + c, mask=c < X, other=0.0), dtype)
     if NORM:
         weight = tl.load(norm + c, mask=c < X, other=0.0).to(tl.float32)
-        value = _round(_round(value * scale, dtype) * weight, dtype)
+        value = rounded(rounded(value * scale, dtype) * weight, dtype)
     return value[None, :]
 
 
@@ -85,12 +86,12 @@ def _linear(
     result += tl.sum(total, axis=1)
     if BIAS:
         result += tl.load(bias + y, mask=kept, other=0.0).to(tl.float32)
-    result = _round(result, dtype)
+    result = rounded(result, dtype)
     if GATED:
         gates += tl.sum(total2, axis=1)
         if BIAS:
             gates += tl.load(b1 + y, mask=kept, other=0.0).to(tl.float32)
-        result = _round(_round(result / (1 + tl.exp(-result)), dtype) * _round(gates, dtype), dtype)
+        result = rounded(rounded(result / (1 + tl.exp(-result)), dtype) * rounded(gates, dtype), dtype)
     y += before
     if RESIDUAL:
         result += tl.load(residual + batch * r_b + y * r_y, mask=kept, other=0.0).to(tl.float32)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ..reference.rotate import check_rotate_arguments
 from .launch import options, wait_for_previous
+from .linear import rounded
 from .tile import padded
 
 
@@ -44,11 +45,11 @@ def _rotate(
             scale = tl.rsqrt(tl.sum(x * x, axis=0) / DK + eps)
             weight = tl.load(norm + d, mask=d < DK, other=0.0).to(tl.float32)
             other_weight = tl.load(norm + partner, mask=d < DK, other=0.0).to(tl.float32)
-            x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-            other = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+            x = rounded(rounded(x * scale, dtype) * weight, dtype)
+            other = rounded(rounded(other * scale, dtype) * other_weight, dtype)
         c = tl.load(cos + batch * c_b + angle * c_a, mask=turned, other=0.0).to(tl.float32)
         s = tl.load(sin + batch * n_b + angle * n_a, mask=turned, other=0.0).to(tl.float32)
-        along, across = (x * c).to(dtype).to(tl.float32), (other * s).to(dtype).to(tl.float32)
+        along, across = rounded(x * c, dtype), rounded(other * s, dtype)
         x = tl.where(turned, along + tl.where(minus, -across, across), x).to(dtype)
         if head < QH:
             tl.store(query + (batch * QH + head) * DK + d, x, mask=d < DK)
