@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache import SparseCache
 from .config import LayerPlan
 from .decode import Token, select
+from .layer import ordinary
 from .ops import traceable
 from .tokens import Grid, Step
 
@@ -106,7 +107,7 @@ class CompiledCall:
         if step is None:
             return self.handle.model(*args, **kwargs)
         assert isinstance(cache, SparseCache) and ids is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             self._prepare(cache, step)
         cache.in_compiled = True
         try:

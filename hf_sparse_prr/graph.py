@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .cache import CACHE_NAMES, SparseCache, cache_in
 from .experts import why_not_experts
 from .fused import Layer, layer_of, why_not_module
+from .layer import writes
 from .on_device import DeviceSteps
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class Tail:
         """As a layer returns it; nobody asks for a selection behind the tail."""
         return (hidden_states, None) if self._hands_on else hidden_states
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @writes
     def _token(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The tail's output, or None: this token has to run as ever. Two do before a graph is captured, so that every
         kernel is compiled and the state is one that a token leaves; and two after each change of a buffer."""

@@ -11,6 +11,7 @@ from hf_sparse_prr.decode import decode_step
 from hf_sparse_prr.fused_latent import Held, Projected
 from hf_sparse_prr.indexed import IndexedLayer
 from hf_sparse_prr.latent import Index, LatentAttention, token_of
+from hf_sparse_prr.layer import ordinary, writes
 from hf_sparse_prr.ops import traceable
 from hf_sparse_prr.overlap import Overlap
 from hf_sparse_prr.patches._absorb import Absorbed, absorbed, plainly_absorbed
@@ -154,7 +155,7 @@ class SparseMLA(_Attention):
         config, grad = self.binding.handle.config, torch.is_grad_enabled()
         layer = cache.layers[self.layer_idx]
         # Ordinary tensors without gradients, whatever mode the caller is in: a later caller may be in another
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary():
             if self.binding.plan.status == "shared" and prev_topk_indices is None:
                 raise ValueError(f"prev_topk_indices: expected those of an earlier layer in layer {self.layer_idx}")
             fused = fused_latent.kernels_for(self, layer, hidden_states, position_embeddings)
@@ -183,8 +184,7 @@ class SparseMLA(_Attention):
             output = self.put_out(output, fused)
             return (output, weights, run.selected) if self.hands_on else (output, weights)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @writes
     def _attend_on_device(
         self,
         hidden_states: torch.Tensor,
