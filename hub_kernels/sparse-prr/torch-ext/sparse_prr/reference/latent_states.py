@@ -4,17 +4,9 @@ and keys into the buffers."""
 import torch
 
 from .append import append_states
-from .check import FLOATS, INTEGERS, expect, size_or_1
+from .check import FLOATS, INTEGERS, expect
 from .linear import rms_norm
-
-
-def _check_angles(cos: torch.Tensor, sin: torch.Tensor, batch: int, most: int, like: torch.Tensor) -> int:
-    """Channels that are rotated."""
-    expect("cos", cos, "B, A", (size_or_1(cos, 0, batch), None), (like.dtype,), like.device)
-    expect("sin", sin, "B, A", tuple(cos.shape), (like.dtype,), like.device)
-    if cos.shape[1] % 2 or cos.shape[1] > most:
-        raise ValueError(f"cos: expected an even number of at most {most} channels, got {cos.shape[1]}")
-    return cos.shape[1]
+from .rotate import check_angles
 
 
 def check_latent_append_arguments(
@@ -34,7 +26,7 @@ def check_latent_append_arguments(
     rotated = ropes.shape[2]
     expect("queries", queries, "B, H, A", (batch, None, rotated), dtypes, device)
     expect("compressed", compressed, "B, C + A", (batch, channels + rotated), dtypes, device)
-    _check_angles(cos, sin, batch, rotated, latents)
+    check_angles(cos, sin, batch, rotated, latents)
     if cos.shape[1] != rotated:
         raise ValueError(f"cos: expected A = {rotated} channels, got {cos.shape[1]}")
     expect("norm", norm, "C", (channels,), dtypes, device)
@@ -58,7 +50,7 @@ def check_index_append_arguments(
     expect("weights", weights, "B, I", (batch, None), FLOATS, device)
     expect("queries", queries, "B, I * E", (batch, weights.shape[1] * dim), dtypes, device)
     expect("key", key, "B, E", (batch, dim), dtypes, device)
-    _check_angles(cos, sin, batch, dim, keys)
+    check_angles(cos, sin, batch, dim, keys)
     expect("norm", norm, "E", (dim,), dtypes, device)
     expect("bias", bias, "E", (dim,), dtypes, device)
     expect("end", end, "B", (batch,), INTEGERS, device)

@@ -7,6 +7,16 @@ from .check import FLOATS, INTEGERS, expect, size_or_1
 from .linear import rms_norm
 
 
+def check_angles(
+    cos: torch.Tensor, sin: torch.Tensor, batch: int, most: int, like: torch.Tensor, letter: str = ""
+) -> None:
+    """Raise ValueError for cosines and sines, [B, A] or [1, A], that can't rotate heads of `most` channels."""
+    expect("cos", cos, "B, A", (size_or_1(cos, 0, batch), None), (like.dtype,), like.device)
+    expect("sin", sin, "B, A", tuple(cos.shape), (like.dtype,), like.device)
+    if cos.shape[1] % 2 or cos.shape[1] > most:
+        raise ValueError(f"cos: expected an even number of at most {letter}{most} channels, got {cos.shape[1]}")
+
+
 def check_rotate_arguments(
     states: torch.Tensor,
     cos: torch.Tensor,
@@ -28,10 +38,7 @@ def check_rotate_arguments(
             f"states: expected [B, G * H * D + H * D + H * D'] with H = {heads}, D = {dim}, D' = {values.shape[3]}, "
             f"got {list(states.shape)}"
         )
-    expect("cos", cos, "B, A", (size_or_1(cos, 0, batch), None), dtypes, device)
-    expect("sin", sin, "B, A", tuple(cos.shape), dtypes, device)
-    if cos.shape[1] % 2 or cos.shape[1] > dim:
-        raise ValueError(f"cos: expected an even number of at most D = {dim} channels, got {cos.shape[1]}")
+    check_angles(cos, sin, batch, dim, keys, "D = ")
     expect("end", end, "B", (batch,), INTEGERS, device)
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
         if norm is not None:
