@@ -36,8 +36,8 @@ class Plan:
     steps: int = 30
     decay: int = 400
     warm_up: int = 200
-    sparse: int = 200
-    sparse_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    sparse: int = 240
+    sparse_lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
     workers: int = 2
     rate: float = 2e-3
     index_rate: float = 2e-3
