@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_sparse_prr.evidence.exact import episodes_of, forced_accuracy
 from hf_sparse_prr.evidence.indexer import training
@@ -45,10 +46,11 @@ def make(
     look_back(model)
     model.to(device)
     progress = Trainer(model, plan, minutes, tell).run()
-    model.to(torch.bfloat16)  # what is saved is what is measured
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    model.float()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # What is measured is what anyone can load: the model here has RoPE's frequencies in bfloat16 as well by now, and
+    # with those qwen3 finds nothing in 16K
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).to(device)
     found = {
         "family": family,
         "parameters": sum(each.numel() for each in model.parameters()),
