@@ -1,6 +1,7 @@
 """`eval`, `hit-rates` and `train-tiny` on the command line: what they write and print, and what they refuse."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +66,42 @@ def test_a_difference_ends_with_1(folder, result):
     assert "PRR DIFFERS from serial in 1 of 4 cells, this is a bug: tiny:llama needle_single 512" in again.stdout
 
 
+def test_eval_in_full_shows_each_part(tmp_path, monkeypatch):
+    full = command.parts_of_all
+
+    def small(models, device, dtype):
+        fewer = dict(tasks=("needle_single",), episodes=2, budgets=("1/4", "1/2"), block_sizes=(16,))
+        parts = full(models, device, dtype)
+        wanted = {"4K": dict(lengths=(512,)), "depth": dict(lengths=(512, 640), depths=(0.0, 1.0))}
+        return {name: replace(parts[name], **fewer, **more) for name, more in wanted.items()}
+
+    monkeypatch.setattr(command, "parts_of_all", small)
+    result = call("eval", "--full", "--model", "tiny:llama", "--output", tmp_path, "--plots")
+    assert result.exit_code == 0, result.output
+    assert "4K: tiny:llama, 512 tokens: exact answers" in result.stdout
+    assert "depth: tiny:llama, 640 tokens: exact answers" in result.stdout
+    assert "PRR equals serial in all 12 cells: 24 answers" in result.stdout
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert set(found["parts"]) == {"4K", "depth"} and found["parts"]["4K"]["dtype"] == "float32"
+    assert {"4K/tiny_llama-budget.png", "depth/tiny_llama-needle_single-dense.png"} <= {
+        str(path.relative_to(tmp_path / "plots")) for path in (tmp_path / "plots").rglob("*.png")
+    }
+
+
+def test_jobs_measure_before_the_cells_are_read(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "run_jobs", lambda parts, folder, jobs, bar: seen.append((list(parts), folder, jobs)))
+    assert call(*EVAL, "--budget", "1/4", "--jobs", 3, "--output", tmp_path).exit_code == 0
+    assert seen == [([""], tmp_path, 3)]
+
+
+@pytest.mark.parametrize("option, value", [("--task", "recall"), ("--episodes", "32"), ("--dense-layers", "0")])
+def test_full_stands_alone(tmp_path, option, value):
+    refused = call("eval", "--full", option, value, "--output", tmp_path)
+    assert refused.exit_code == 2
+    assert f"{option}: expected nothing beside --full, which chooses it, got a value" in refused.stderr
+
+
 def test_the_verdict_counts_answers():
     cell = {"model": "m", "task": "t", "length": 1, "depth": None, "selector": "q", "budget": 1, "block_size": 1}
     cells = [{**cell, "mode": mode, "digest": ["a"], "answers": [[1], [2]]} for mode in ("serial", "prr")]
@@ -99,7 +136,7 @@ def test_a_model_that_cannot_be_fetched_ends_with_4(tmp_path, monkeypatch):
     def fails(*_):
         raise FetchError("no network")
 
-    monkeypatch.setattr(command, "evaluate", fails)
+    monkeypatch.setattr(command, "evaluate_parts", fails)
     refused = call(*EVAL, "--output", tmp_path)
     assert refused.exit_code == 4 and "no network" in refused.stderr
 

@@ -16,7 +16,7 @@ def test_a_cell_is_measured_once(tmp_path):
 
     assert store.cell("a", measure) == store.cell("a", measure) == {"accuracy": 0.5}
     assert Store(tmp_path, {"seed": 1}).cell("a", measure) == {"accuracy": 0.5} and len(calls) == 1
-    assert store.has("a") and not store.has("b")
+    assert store.path("a").is_file() and not store.path("b").exists()
 
 
 def test_an_interrupted_cell_leaves_the_others(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+_LINES = 16  # that a figure can take
+
 
 def draw(folder: Path, cells: list[dict[str, Any]]) -> list[Path]:
     """Write PNG files to `folder`, those that the cells have something for; returns them."""
@@ -23,24 +25,34 @@ def draw(folder: Path, cells: list[dict[str, Any]]) -> list[Path]:
 
 
 def _budgets(path: Path, model: str, cells: list[dict[str, Any]]) -> Path:
-    """A line a task, selector, block size and length; dense as a dotted one. PRR's would lie on serial's."""
+    """A line a task, selector, block size and length, or where those are too many their mean over tasks; dense as a
+    dotted one. PRR's would lie on serial's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-    for cell in cells:
-        if cell["mode"] == "serial":
-            key = (cell["task"], cell["length"], cell["selector"], cell["block_size"])
-            lines.setdefault(key, []).append((cell["budget"], cell["accuracy"]))
-    for key, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=" ".join(map(str, key)))
+    lines = _lines(cells, ("task", "length", "selector", "block_size"))
+    if len(lines) > _LINES:
+        lines = _lines(cells, ("length", "selector", "block_size"))
+    for label, points in lines.items():
+        budgets = sorted(points)
+        axes.plot(budgets, [sum(points[at]) / len(points[at]) for at in budgets], marker="o", label=label)
     dense = [cell["accuracy"] for cell in cells if cell["mode"] == "dense"]
     if dense:
         axes.axhline(sum(dense) / len(dense), linestyle=":", color="black", label="dense, mean")
     axes.set(xlabel="budget, tokens", ylabel="exact answers", title=model, ylim=(-0.03, 1.03), xscale="log")
     axes.legend(fontsize=6, ncols=2)
     return _saved(figure, path)
+
+
+def _lines(cells: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, dict[int, list[float]]]:
+    """Serial accuracies by what `names` say of a cell, and by budget."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        if cell["mode"] == "serial":
+            label = " ".join(str(cell[name]) for name in names)
+            found.setdefault(label, {}).setdefault(cell["budget"], []).append(cell["accuracy"])
+    return found
 
 
 def _maps(folder: Path, name: str, model: str, cells: list[dict[str, Any]]) -> list[Path]:

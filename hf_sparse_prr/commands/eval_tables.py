@@ -7,7 +7,6 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from hf_sparse_prr.commands.tables import percent, say
 from hf_sparse_prr.evidence.evaluate import differing
@@ -17,16 +16,23 @@ def show(out: Console, found: dict[str, Any]) -> None:
     environment = found["environment"]
     say(out, ", ".join(f"{name} {value}" for name, value in environment.items()), found["command"])
     cells = found["cells"]
-    for model in dict.fromkeys(cell["model"] for cell in cells):
-        for length in dict.fromkeys(cell["length"] for cell in cells):
-            here = [cell for cell in cells if cell["model"] == model and cell["length"] == length]
-            tasks = [cell for cell in here if "accuracy" in cell]
-            texts = [cell for cell in here if "perplexity" in cell]
-            if tasks:
-                out.print(accuracy_table(f"{model}, {length} tokens: exact answers", tasks))
-            if texts:
-                out.print(text_table(f"{model}, {length} tokens: against dense", texts))
+    for key in dict.fromkeys(_table_of(cell) for cell in cells):
+        part, model, length = key
+        here = [cell for cell in cells if _table_of(cell) == key]
+        tasks = [cell for cell in here if "accuracy" in cell]
+        texts = [cell for cell in here if "perplexity" in cell]
+        name = f"{f'{part}: ' if part else ''}{model}, {length} tokens"
+        if tasks:
+            say(out, "", f"{name}: exact answers")
+            out.print(accuracy_table(tasks))
+        if texts:
+            say(out, "", f"{name}: against dense")
+            out.print(text_table(texts))
     say(out, verdict(cells))
+
+
+def _table_of(cell: dict[str, Any]) -> tuple[str, str, int]:
+    return cell["part"], cell["model"], cell["length"]
 
 
 def verdict(cells: list[dict[str, Any]]) -> str:
@@ -34,15 +40,15 @@ def verdict(cells: list[dict[str, Any]]) -> str:
     pairs, wrong = differing(cells)
     answers = sum(len(cell.get("answers", ())) for cell in cells if cell["mode"] == "prr")
     if wrong:
-        names = ", ".join(f"{cell['model']} {cell['task']} {cell['length']} {cell['label']}" for cell in wrong)
-        return f"PRR DIFFERS from serial in {len(wrong)} of {pairs} cells, this is a bug: {names}"
+        names = [" ".join(str(cell[key]) for key in ("model", "task", "length", "label")) for cell in wrong]
+        return f"PRR DIFFERS from serial in {len(wrong)} of {pairs} cells, this is a bug: {', '.join(names)}"
     return f"PRR equals serial in all {pairs} cells: {answers} answers, and every logit to the bit"
 
 
-def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
+def accuracy_table(cells: list[dict[str, Any]]) -> Table:
     """A row a setting, a column a task; depths are averaged. Narrow, so that eight tasks fit a terminal."""
     names = list(dict.fromkeys(cell["task"] for cell in cells))
-    table = Table("setting", title=Text(title), box=SIMPLE, padding=0, collapse_padding=True)
+    table = Table("setting", box=SIMPLE, padding=0, collapse_padding=True)
     for name in [*names, "mean", "hit_rate"]:
         table.add_column(name.replace("needle_", "").replace("_", "\n"), justify="right", min_width=6, no_wrap=True)
     for label in dict.fromkeys(cell["label"] for cell in cells):
@@ -52,8 +58,8 @@ def accuracy_table(title: str, cells: list[dict[str, Any]]) -> Table:
     return table
 
 
-def text_table(title: str, cells: list[dict[str, Any]]) -> Table:
-    table = Table("text", "setting", "perplexity", "top-1 as dense", "KL, nats a token", "hit rate", title=Text(title))
+def text_table(cells: list[dict[str, Any]]) -> Table:
+    table = Table("text", "setting", "perplexity", "top-1 as dense", "KL, nats a token", "hit rate")
     for cell in cells:
         rate = cell.get("hit_rate")
         table.add_row(

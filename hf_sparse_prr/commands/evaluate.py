@@ -25,7 +25,10 @@ from hf_sparse_prr.commands.terminal import (
 )
 from hf_sparse_prr.demo.loading import LoadError
 from hf_sparse_prr.demo.smollm2 import FetchError
-from hf_sparse_prr.evidence.evaluate import Grid, differing, evaluate
+from hf_sparse_prr.evidence.evaluate import Grid, differing
+from hf_sparse_prr.evidence.jobs import run_jobs
+from hf_sparse_prr.evidence.parts import evaluate_parts
+from hf_sparse_prr.evidence.parts import full as parts_of_all
 from hf_sparse_prr.evidence.store import write
 from hf_sparse_prr.evidence.tasks import TASKS
 from hf_sparse_prr.evidence.texts import TEXTS
@@ -36,6 +39,7 @@ _TINY = tuple(f"tiny:{family}" for family in trained())
 
 
 def evaluate_command(
+    context: typer.Context,
     model: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(_TINY)}, smollm2, or a path; {_LIST}.", show_default="the tiny ones"),
@@ -70,6 +74,13 @@ def evaluate_command(
     dense_layers: Annotated[str, typer.Option(help="First layers that stay dense: auto (two) or a number.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="By default float32, on a GPU bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="Everything, in float32: takes the place of the options from --task to --dense-layers."
+        ),
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the device, each with its own models.")] = 1,
     output: Annotated[Path, typer.Option(help="A folder: a file a cell, results.json, plots.")] = Path("eval"),
     plots: Annotated[bool, typer.Option(help="Draw figures (matplotlib).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the JSON.")] = False,
@@ -88,27 +99,35 @@ def evaluate_command(
         check_device(device)
         if plots and find_spec("matplotlib") is None:
             raise CommandError("--plots: expected matplotlib, got none; pip install 'hf_sparse_prr[plots]'", EXIT_USAGE)
-        tasks = words_of("--task", task) or list(TASKS)
-        grid = Grid(
-            models=tuple(words_of("--model", model) or _TINY),
-            tasks=() if tasks == ["none"] else tuple(tasks),
-            lengths=tuple(numbers_of("--length", length) or [4096]),
-            depths=tuple(_depths(words_of("--depth", depth) or ["any"])),
-            texts=tuple(words_of("--text", text)),
-            text_tokens=text_tokens,
-            episodes=episodes,
-            windows=windows,
-            selectors=tuple(words_of("--selector", selector) or ["quest"]),
-            budgets=tuple(words_of("--budget", budget) or ["1/8"]),
-            block_sizes=tuple(numbers_of("--block-size", block_size) or [32]),
-            modes=("dense", *_modes(words_of("--speculate", speculate) or ["off", "on"])),
-            dense_layers=int(dense_layers) if dense_layers.isdecimal() else dense_layers,
-            dtype=str(dtype_of(dtype, device)).removeprefix("torch."),
-            device=device,
-        )
+        models = tuple(words_of("--model", model) or _TINY)
+        if full:
+            _check_alone(context)
+            parts = parts_of_all(models, device, dtype or "float32")
+        else:
+            tasks = words_of("--task", task) or list(TASKS)
+            grid = Grid(
+                models=models,
+                tasks=() if tasks == ["none"] else tuple(tasks),
+                lengths=tuple(numbers_of("--length", length) or [4096]),
+                depths=tuple(_depths(words_of("--depth", depth) or ["any"])),
+                texts=tuple(words_of("--text", text)),
+                text_tokens=text_tokens,
+                episodes=episodes,
+                windows=windows,
+                selectors=tuple(words_of("--selector", selector) or ["quest"]),
+                budgets=tuple(words_of("--budget", budget) or ["1/8"]),
+                block_sizes=tuple(numbers_of("--block-size", block_size) or [32]),
+                modes=("dense", *_modes(words_of("--speculate", speculate) or ["off", "on"])),
+                dense_layers=int(dense_layers) if dense_layers.isdecimal() else dense_layers,
+                dtype=str(dtype_of(dtype, device)).removeprefix("torch."),
+                device=device,
+            )
+            parts = {"": grid}
         try:
             with Bar(notes) as bar:
-                found = evaluate(grid, output, bar)
+                if jobs > 1:
+                    run_jobs(parts, output, jobs, bar)
+                found = evaluate_parts(parts, output, bar)
         except LoadError as error:
             raise CommandError(error, EXIT_MODEL) from error
         except FetchError as error:
@@ -122,10 +141,21 @@ def evaluate_command(
         if plots:
             from hf_sparse_prr.commands.eval_plots import draw
 
-            for path in draw(output / "plots", found["cells"]):
-                notes.print(f"drawn: {path}", soft_wrap=True, highlight=False, markup=False)
+            for part in parts:
+                for path in draw(output / "plots" / part, [cell for cell in found["cells"] if cell["part"] == part]):
+                    notes.print(f"drawn: {path}", soft_wrap=True, highlight=False, markup=False)
         if differing(found["cells"])[1]:
             raise CommandError("PRR differs from serial decoding; see above", EXIT_DIFFERENT)
+
+
+def _check_alone(context: typer.Context) -> None:
+    """--full chooses what is evaluated."""
+    free = {"model", "dtype", "device", "full", "jobs", "output", "plots", "as_json"}
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in free and source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise CommandError(f"{option}: expected nothing beside --full, which chooses it, got a value", EXIT_USAGE)
 
 
 def _depths(words: list[str]) -> list[float | None]:

@@ -50,7 +50,7 @@ def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Pr
         folder, source = path.parent, {"gguf_file": path.name}
         quantization = {"quantization_config": GgufConfig(dequantize=True)}
     try:
-        with _no_foreign_bars():
+        with no_foreign_bars():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **source)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, **source, **quantization
@@ -69,7 +69,7 @@ def load_any(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with _no_foreign_bars():
+        with no_foreign_bars():
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
@@ -78,7 +78,7 @@ def load_any(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
 
 
 @contextmanager
-def _no_foreign_bars() -> Iterator[None]:
+def no_foreign_bars() -> Iterator[None]:
     """Keep transformers' own progress bars off the terminal: the caller shows one."""
     from transformers.utils import logging
 

@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr.dense import without_cudnn
 from hf_sparse_prr.evidence.settings import Setting
 from hf_sparse_prr.evidence.subjects import Subject
 from hf_sparse_prr.hooks import cache_argument
@@ -69,7 +70,8 @@ class Rows:
     @contextmanager
     def _patched(self, setting: Setting, more: dict[str, Any]) -> Iterator[Any]:
         if setting.mode == "dense":
-            yield None
+            with without_cudnn():  # as patched models do
+                yield None
             return
         with patch_model(self.subject.model, **setting.overrides(**more)) as handle:
             yield handle

@@ -62,31 +62,51 @@ class Grid:
         chosen = (list(self.selectors), list(self.budgets), sizes, modes, self.dense_layers)
         return settings_for(subject.indexed, length, *chosen)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """As JSON, with what else a cell depends on."""
+        return {**{name: _plain(value) for name, value in asdict(self).items()}, "question": QUESTION, "seed": SEED}
+
+    def store(self, folder: Path) -> Store:
+        """More models, tasks, lengths or settings may be added to a folder; what a cell holds may not change."""
+        fixed = ("episodes", "windows", "text_tokens", "dense_layers", "dtype", "device", "question", "seed")
+        return Store(folder, {name: self.asked[name] for name in fixed})
+
+
+def every() -> bool:
+    """Measures each case: there is but one process."""
+    return True
+
 
 def evaluate(
     grid: Grid,
     folder: Path,
     progress: Progress = silent,
     load: Callable[..., Subject] = load_subject,
+    mine: Callable[[], bool] = every,
 ) -> dict[str, Any]:
     """Run what of the grid isn't in `folder` yet. Returns {"grid", "environment", "cells"}; a cell says its model,
     task, length, depth and setting, and what `TaskGroup.run` or `TextGroup.run` found.
 
+    mine: asked once a case, in order; a case that another process measures is left out.
+
     Raises:
         ValueError: a setting or a length that can't be had, or a folder of another run.
     """
-    asked = {**{name: _plain(value) for name, value in asdict(grid).items()}, "question": QUESTION, "seed": SEED}
-    # More models, tasks, lengths or settings may be added to a folder; what a cell holds may not change
-    fixed = ("episodes", "windows", "text_tokens", "dense_layers", "dtype", "device", "question", "seed")
-    store = Store(folder, {name: asked[name] for name in fixed})
+    store = grid.store(folder)
     cells = []
     for name in grid.models:
         subject = load(name, getattr(torch, grid.dtype), grid.device, progress)
         for case in grid.cases(subject):
-            if case.length > subject.longest:
-                raise ValueError(f"length: expected at most {subject.longest} for {name}, got {case.length}")
-            cells += _group(subject, case, grid, store, progress)
-    return {"grid": asked, "environment": environment(grid.device), "cells": cells}
+            check_length(subject, case)
+            if mine():
+                cells += _group(subject, case, grid, store, progress)
+    return {"grid": grid.asked, "environment": environment(grid.device), "cells": cells}
+
+
+def check_length(subject: Subject, case: Case) -> None:
+    if case.length > subject.longest:
+        raise ValueError(f"length: expected at most {subject.longest} for {subject.name}, got {case.length}")
 
 
 def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Progress) -> list[dict[str, Any]]:
@@ -94,20 +114,25 @@ def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Pro
     group: TaskGroup | TextGroup | None = None
     found = []
     for setting in grid.settings(subject, case.length):
-        stage = f"{subject.name} {case.label} {setting.label}"
+        key = cell_name(subject, case, setting)
 
-        def measure(setting: Setting = setting, stage: str = stage) -> dict[str, Any]:
+        def measure(setting: Setting = setting) -> dict[str, Any]:
             nonlocal group
+            stage = f"{subject.name} {case.label} {setting.label}"
             progress(stage, 0, None)
             if group is None:
                 text = case.task.startswith("text:")
                 group = TextGroup(subject, case, grid.text_tokens) if text else TaskGroup(subject, case)
             return group.run(setting, lambda done, total: progress(stage, done, total))
 
-        key = f"{subject.name}-{case.label}-{setting.label}"
-        cell = store.cell("".join(c if c.isalnum() or c in "-._" else "_" for c in key), measure)
+        cell = store.cell(key, measure)
         found.append({"model": subject.name, **case._asdict(), **setting._asdict(), "label": setting.label, **cell})
     return found
+
+
+def cell_name(subject: Subject, case: Case, setting: Setting) -> str:
+    key = f"{subject.name}-{case.label}-{setting.label}"
+    return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in key)
 
 
 def differing(cells: Sequence[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
@@ -122,7 +147,8 @@ def _answers(cell: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in ("model", "task", "length", "depth", "selector", "budget", "block_size"))
+    names = ("part", "model", "task", "length", "depth", "selector", "budget", "block_size")
+    return tuple(cell.get(name) for name in names)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -33,14 +33,15 @@ class Store:
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The cell's results: read where they are there, else measured and kept."""
-        path = self.folder / "cells" / f"{name}.json"
+        path = self.path(name)
         if not path.is_file():
             write(path, measure())
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def has(self, name: str) -> bool:
-        return (self.folder / "cells" / f"{name}.json").is_file()
+    def path(self, name: str) -> Path:
+        """Of a cell's file."""
+        return self.folder / "cells" / f"{name}.json"
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_sparse_prr.demo.loading import no_foreign_bars
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -88,5 +90,8 @@ def load_tiny(family: str) -> PreTrainedModel:
     if family not in trained():
         raise ValueError(f"family: expected one of {', '.join(trained())}, got {family!r}")
     folder = _MODELS / family
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    with no_foreign_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
     return model.eval()
