@@ -15,6 +15,7 @@ from hf_sparse_prr.calibration import calibrate_beside
 from hf_sparse_prr.compiled import attend
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
+from hf_sparse_prr.fitting import fitting_of
 from hf_sparse_prr.fused import is_norm
 from hf_sparse_prr.layer import ordinary, writes
 from hf_sparse_prr.patches._base import SparseAttention
@@ -59,8 +60,9 @@ class SparseGQA(_Attention):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
-        # Under autocast RoPE's float32 cosines have promoted them; stock attention would cast them back
-        return query.to(value.dtype), key.to(value.dtype), value
+        if query.dtype != value.dtype:  # under autocast RoPE's float32 cosines promote; stock attention would cast back
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        return query, key, value
 
     def forward(
         self,
@@ -73,9 +75,16 @@ class SparseGQA(_Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
         given = past_key_values if cache is None else cache
-        if isinstance(given, SparseCache) and given.in_compiled:
-            assert attention_mask is not None
-            return attend(self, hidden_states, position_embeddings, attention_mask, given), None
+        if isinstance(given, SparseCache):
+            if given.in_compiled:
+                assert attention_mask is not None
+                return attend(self, hidden_states, position_embeddings, attention_mask, given), None
+            if given.fitting is not None and self.layer_idx > given.leader and attention_mask is None:
+                fitting, layer = given.fitting, given.layers[self.layer_idx]
+                if fitting.goes_on(layer, hidden_states, self.training):
+                    states = self.project(hidden_states, position_embeddings)
+                    output, weights = fitting.attend(self, layer, *states, kwargs)
+                    return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
         cache = self.given_cache(cache, past_key_values, kwargs)
         if not isinstance(cache, SparseCache):
             self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
@@ -160,6 +169,7 @@ class SparseGQA(_Attention):
             depth = self.config.num_hidden_layers if leads else None
             step = cache.begin(key, value, self.layer_idx, attention_mask, config, depth)
             if leads:
+                cache.fitting = None
                 self.binding.check_step(step, grad, key.device)
         except BaseException:  # raised again
             cache.undo(self.layer_idx)
@@ -252,6 +262,8 @@ class SparseGQA(_Attention):
             if on_gpu(implementation, query.device):
                 causal = step.dense_reason is None and not cache.tokens.padded
                 attention = partial(gpu_attention, causal=causal)
+            if self.layer_idx == cache.leader and not wants_weights and attention_mask is None:
+                cache.fitting = fitting_of(self.binding.handle, cache, step, attention)
             if "sliding_window" in self.__dict__:  # what Qwen's classes hand on; None in a layer of full attention
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attention(
