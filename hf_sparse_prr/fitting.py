@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Fitting(NamedTuple):
-    """The token in column `begin`, of so many batch rows.  attention: the implementation that the first layer took."""
+    """The token in column `begin`, of so many batch rows.  attention: what the first layer took, on `device`."""
 
     begin: int
     batch: int
+    device: torch.device
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
     def goes_on(self, layer: "SparseLayer", hidden_states: torch.Tensor, training: bool) -> bool:
@@ -29,7 +30,7 @@ class Fitting(NamedTuple):
         return (
             layer.is_initialized and layer.length == self.begin < layer.keys.shape[2]
             and hidden_states.shape[:2] == (self.batch, 1)
-            and hidden_states.device == layer.device
+            and hidden_states.device == self.device == layer.device
             and not (training or torch.is_grad_enabled() or torch.is_inference_mode_enabled())
         )
 
@@ -63,5 +64,5 @@ def fitting_of(
     plan = handle.sparse_plan
     if plan is not None and cache.tokens.any_longer(step.begin, plan.fits):
         return None
-    batch = cache.tokens.batch
-    return None if batch is None else Fitting(step.begin, batch, attention)
+    leader = cache.layers[cache.leader]
+    return Fitting(step.begin, leader.batch_size, leader.device, attention)
