@@ -47,7 +47,7 @@ def test_speculation_never_costs_more_than_five_percent(hit, worst):
     lost, ratios = played(policy, lambda token: hit)
     assert lost <= 0.05
     gain = 1 / min(us / policy.profile.at(4096).serial for _, us in budget.choices(policy.profile.at(4096), hit))
-    if gain < budget._STOP:
+    if gain < budget.GAIN:
         assert ratios[-1] == 0.0 and sum(map(bool, ratios)) < 12
     elif gain > budget._START and worst < 1.5:
         assert all(ratios)
