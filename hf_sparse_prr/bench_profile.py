@@ -118,13 +118,13 @@ def bench_profile(
     rounds: int = 12,
     layers: int | None = None,
     ratios: Sequence[float] = RATIOS,
-    hits: Sequence[float] = HITS,
     kernels: str | Path | ModuleType = "auto",
     progress: Callable[[str, int, int | None], None] = lambda *_: None,
+    hits: Sequence[float] = HITS,
 ) -> Profile:
-    """The profile of that shape, selector and device, of the contexts that are longer than the budget, at the hit rates
-    `hits`, each a share of what a ratio has room for. K/V are random and hit rates forced, as in `bench_segment`; on a GPU each time is that of a CUDA graph over layers whose K/V come
-    from memory, the median of `rounds` replays.
+    """The profile of that shape, selector and device, of the contexts that are longer than the budget, at hit rates
+    that are the shares `hits` of what a ratio has room for. K/V are random and hit rates forced, as in `bench_segment`; on a
+    GPU each time is that of a CUDA graph over layers whose K/V come from memory, the median of `rounds` replays.
 
     Raises:
         ValueError: a shape, context, ratio or setting that can't be.  KernelError: kernels that can't be loaded.

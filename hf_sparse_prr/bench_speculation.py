@@ -109,8 +109,8 @@ def bench_speculation(
                 progress(f"{name}: {stage}", done, total)
 
             found = bench_profile(
-                shape, contexts, selector, budget, block_size, batch, dtype, device, rounds, layers, ratios, every,
-                kernels, at,
+                shape, contexts, selector, budget, block_size, batch, dtype, device, rounds, layers, ratios,
+                kernels, at, every,
             )  # fmt: skip
             table = {"shape": shape, "selector": selector, "profile": found.document()}
             tables.append({**table, "contexts": table_of(found, hits)})

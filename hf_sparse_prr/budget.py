@@ -32,6 +32,7 @@ _START = GAIN + 0.03  # and to be kept on after a try: less, and noise would tur
 _BETTER = 0.03  # of a step's time that another ratio has to save
 _UNKNOWN = 0.9  # the hit rate that a try starts from, at a ratio of 1
 _LOSS, OVER = 0.05, 256  # of the time of so many steps, what tries may cost
+_STALE = "measured with other sources of these kernels: `hf-sparse-prr profile` renews it"
 _FIRST_WAIT, _LONGEST_WAIT = 128, 512  # tokens without speculation before it is tried again
 
 
@@ -209,7 +210,7 @@ class Budget:
 
     def __str__(self) -> str:
         ratio, made = self.policy.ratio, self.policy.profile.key
-        stale = "" if self.current else ", measured with other sources of these kernels: `hf-sparse-prr profile` renews it"
+        stale = "" if self.current else f", {_STALE}"
         choice = f"on, spec_ratio {ratio:g}" if ratio else "off"
         return f"{choice} after {self.turns} changes, by the profile of {made}{stale}"
 

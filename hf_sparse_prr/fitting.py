@@ -28,7 +28,8 @@ class Fitting(NamedTuple):
         """Whether the layer is the next one to see this token, as far as the host can tell, and has room for it.
         Gradients and inference mode take the other way, that makes ordinary tensors."""
         return (
-            layer.is_initialized and layer.length == self.begin < layer.keys.shape[2]
+            layer.is_initialized
+            and layer.length == self.begin < layer.keys.shape[2]
             and hidden_states.shape[:2] == (self.batch, 1)
             and hidden_states.device == self.device == layer.device
             and not (training or torch.is_grad_enabled() or torch.is_inference_mode_enabled())

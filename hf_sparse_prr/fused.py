@@ -44,6 +44,12 @@ class Linears(NamedTuple):
     weights: tuple[torch.Tensor, ...]
     biases: tuple[torch.Tensor, ...] | None
 
+    def apply(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Each layer's output, by the op that its module calls."""
+        if self.biases is None:
+            return [linear(x, weight) for weight in self.weights]
+        return [linear(x, *each) for each in zip(self.weights, self.biases, strict=True)]
+
 
 def linears(modules: list[Any], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Linears | None:
     """None unless they are linear layers as torch makes them, without any hook (a sharded one sums in its own), of one
@@ -127,19 +133,17 @@ class FusedLayer:
         if kwargs.get("attention_mask") is not None or not decoder.self_attn.goes_on(held, hidden_states):
             return None
         x = before.forward(hidden_states)
-        weights, biases = self.states.weights, self.states.biases or (None, None, None)
-        query, key, value = (linear(x, *each) for each in zip(weights, biases, strict=True))
+        query, key, value = self.states.apply(x)
         y, _ = decoder.self_attn.attend_fitting(query, key, value, held, **kwargs)
-        y = linear(y, self.out.weights[0], None if self.out.biases is None else self.out.biases[0])
-        x = hidden_states + (y if self.after[0] is None else self.after[0].forward(y))
+        (y,) = self.out.apply(y)
+        x = hidden_states + (y if self.after[0] is None else self.after[0](y))
         y = between.forward(x)
         if "gate_up_proj" in mlp._modules:
             gate, up = linear(y, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=-1)
         else:
-            biases = self.gates.biases or (None, None)
-            gate, up = (linear(y, *each) for each in zip(self.gates.weights, biases, strict=True))
-        y = linear(silu(gate) * up, self.down.weights[0], None if self.down.biases is None else self.down.biases[0])
-        return x + (y if self.after[1] is None else self.after[1].forward(y))
+            gate, up = self.gates.apply(y)
+        (y,) = self.down.apply(silu(gate) * up)
+        return x + (y if self.after[1] is None else self.after[1](y))
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         decoder, x = self.decoder, hidden_states[0]

@@ -106,7 +106,7 @@ def test_states_of_another_dtype_are_refused():
         model.model.layers[1].self_attn.k_proj.half()
         model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].half(),))
         model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *args: args[-1].half())
-        with pytest.raises(ValueError, match="key states: expected .* in torch.float32"):
+        with pytest.raises(ValueError, match=r"key states: expected .* in torch.float32"):
             model(ids[:, :1], past_key_values=cache)
 
 

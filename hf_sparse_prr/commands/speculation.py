@@ -23,7 +23,7 @@ from hf_sparse_prr.commands.arguments import (
     writable,
 )
 from hf_sparse_prr.commands.tables import percent, say
-from hf_sparse_prr.commands.terminal import Bar, one_line_errors
+from hf_sparse_prr.commands.terminal import EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.profile import parse, read
 from hf_sparse_prr.shapes import SHAPES
 
@@ -79,6 +79,12 @@ def speculation(
     notes = Console(stderr=True)
     with one_line_errors(notes), one_line_refusals():
         rates = shares_of("--hits", hits) or list(HITS)
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise CommandError(f"--hits: expected numbers from 0 to 1, got {','.join(map(str, rates))}", EXIT_USAGE)
+        if output is not None:
+            if output.exists() and not output.is_dir():
+                raise CommandError(f"--output: expected a folder, got the file {output}", EXIT_USAGE)
+            output.mkdir(parents=True, exist_ok=True)  # here: before minutes of work
         if profile:
             given = [read(path) for path in profile]
             tables = [
@@ -100,7 +106,6 @@ def speculation(
                 )  # fmt: skip
         for each in found["tables"] if output is not None else ():
             assert output is not None
-            output.mkdir(parents=True, exist_ok=True)
             path = output / parse(each["profile"], "it").key.file_name
             new = writable(path)
             new.write_text(json.dumps(each["profile"], indent=1) + "\n")
