@@ -17,7 +17,7 @@ from .bench_segment import check_arguments, history
 from .bench_stages import Works
 from .bench_time import Call, Captured, in_turns
 from .config import LayerPlan
-from .profile import At, Cell, Key, Profile
+from .profile import At, Cell, Key, Profile, sources_of
 
 CONTEXTS = tuple(2**power for power in range(12, 20))  # 4K .. 512K
 RATIOS = (0.5, 0.75, 1.0, 1.5, 2.0)
@@ -65,7 +65,11 @@ class Predictions:
 
 
 def _measure(
-    problem: Problem, ratios: Sequence[float], rounds: int, progress: Callable[[str, int, int | None], None]
+    problem: Problem,
+    ratios: Sequence[float],
+    hits: Sequence[float],
+    rounds: int,
+    progress: Callable[[str, int, int | None], None],
 ) -> At:
     """One context."""
     layers, device, name = len(problem.layers), problem.device, f"{problem.context} tokens"
@@ -73,7 +77,7 @@ def _measure(
     cases, token, _ = history(problem, (1.0,))
     works = Works(cases, token, problem.plans["prr"], problem.kernels, problem.scale)
     predictions = Predictions(works)
-    done, total = 0, 2 + len(ratios) * (1 + 2 * len(HITS))
+    done, total = 0, 2 + len(ratios) * (1 + 2 * len(hits))
 
     def timed(call: Call, what: str, expected: torch.Tensor | None = None) -> float:
         nonlocal done
@@ -88,7 +92,7 @@ def _measure(
     for ratio in ratios:
         early = predictions.early(ratio, min(ratio, 1.0))
         speculate[ratio] = timed(partial(_speculate, works, early), "speculation")
-        for share in HITS:
+        for share in hits:
             hit = share * min(ratio, 1.0)
             early = predictions.early(ratio, hit)
             repair = timed(works.repair(early), "repair")
@@ -116,10 +120,11 @@ def bench_profile(
     ratios: Sequence[float] = RATIOS,
     kernels: str | Path | ModuleType = "auto",
     progress: Callable[[str, int, int | None], None] = lambda *_: None,
+    hits: Sequence[float] = HITS,
 ) -> Profile:
-    """The profile of that shape, selector and device, of the contexts that are longer than the budget. K/V are random
-    and hit rates forced, as in `bench_segment`; on a GPU each time is that of a CUDA graph over layers whose K/V come
-    from memory, the median of `rounds` replays.
+    """The profile of that shape, selector and device, of the contexts that are longer than the budget, at hit rates
+    that are the shares `hits` of what a ratio has room for. K/V are random and hit rates forced, as in `bench_segment`; on a
+    GPU each time is that of a CUDA graph over layers whose K/V come from memory, the median of `rounds` replays.
 
     Raises:
         ValueError: a shape, context, ratio or setting that can't be.  KernelError: kernels that can't be loaded.
@@ -130,6 +135,8 @@ def bench_profile(
         raise ValueError(
             f"spec_ratio: expected numbers above 0 and up to 16, got {', '.join(map(str, wrong)) or 'none'}"
         )
+    if not hits or not all(0 <= share <= 1 for share in hits):
+        raise ValueError(f"hits: expected numbers from 0 to 1, got {', '.join(map(str, hits)) or 'none'}")
     where, loaded = torch.device(device), measured_kernels(kernels)
     sizes, plans = check_arguments(shape, (), selector, budget, block_size, 0.9)
     plan = plans["prr"]
@@ -143,12 +150,12 @@ def bench_profile(
             torch.cuda.empty_cache()  # what the last context held counts as free
         count = layers or cold_layers(sizes, context, plan, batch, dtype, where)
         problem = Problem(sizes, context, plans, batch, dtype, where, count, STEPS, 0.9, loaded.module)
-        measured.append(_measure(problem, ratios, rounds, progress))
+        measured.append(_measure(problem, ratios, hits, rounds, progress))
         del problem  # its K/V are given back before the next one's are made
     # A folder by its name: where it lies is nobody's business
     name = Path(loaded.source).resolve().name if loaded.source == str(kernels) else loaded.source
     made: dict[str, Any] = {**machine(device, dtype), "shape": shape, "kernels": f"{name} {loaded.version}"}
-    made["rounds"] = rounds
+    made |= {"sources": sources_of(loaded.module), "rounds": rounds}
     key = Key(
         made["device"], loaded.backend, loaded.version, sizes.heads, sizes.kv_heads, sizes.head_dim, made["dtype"],
         batch, plan.selector, plan.block_size, plan.blocks,

@@ -15,7 +15,7 @@ import torch
 from .config import DEFAULT_EMA
 from .decode import expect, token_at
 from .predictor import Prior
-from .profile import At, Key, Profile, device_name, find
+from .profile import At, Key, Profile, device_name, find, sources_of
 from .report import NUMBERS
 from .tokens import Step
 
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from .report import Statistics
 
 WINDOW = 16  # tokens over which a hit rate is taken
-_LAG = 2  # tokens after which a copy is looked at: generate() has waited for an earlier one by then
-_START, _STOP = 1.13, 1.10  # times as fast as serial: to be kept on after a try, and to stay on
+LAG = 2  # tokens after which a copy is looked at: generate() has waited for an earlier one by then
+GAIN = 1.10  # times as fast as serial: what a step has to be for speculation to stay on
+_START = GAIN + 0.03  # and to be kept on after a try: less, and noise would turn it on and off
 _BETTER = 0.03  # of a step's time that another ratio has to save
 _UNKNOWN = 0.9  # the hit rate that a try starts from, at a ratio of 1
-_LOSS, _OVER = 0.05, 256  # of the time of so many steps, what tries may cost
+_LOSS, OVER = 0.05, 256  # of the time of so many steps, what tries may cost
+_STALE = "measured with other sources of these kernels: `hf-sparse-prr profile` renews it"
 _FIRST_WAIT, _LONGEST_WAIT = 128, 512  # tokens without speculation before it is tried again
 
 
@@ -87,13 +89,13 @@ class Policy:
         best = min(times, key=lambda ratio: times[ratio])
         if times[best] > (1 - _BETTER) * now:
             best = self.ratio
-        if not self.always and at.serial / times[best] < (_STOP if self._confirmed else _START):
+        if not self.always and at.serial / times[best] < (GAIN if self._confirmed else _START):
             self._turn(0.0)
         elif best != self.ratio:
             self._turn(best)
         else:
             self._confirmed = True
-            if self._since >= _OVER:
+            if self._since >= OVER:
                 self._wait = _FIRST_WAIT
         return self.ratio
 
@@ -114,10 +116,10 @@ class Policy:
         if self.always:
             return ratio
         best = min(at.step(each, min(each, 1.0)) for each in usual)
-        while self._lost and self._lost[0][0] <= self._tokens - _OVER:
+        while self._lost and self._lost[0][0] <= self._tokens - OVER:
             self._lost.popleft()
-        worst = max(0.0, at.step(ratio, 0.0) / at.serial - 1) * (WINDOW + _LAG + 1)
-        affordable = sum(lost for _, lost in self._lost) + worst <= _LOSS * _OVER
+        worst = max(0.0, at.step(ratio, 0.0) / at.serial - 1) * (WINDOW + LAG + 1)
+        affordable = sum(lost for _, lost in self._lost) + worst <= _LOSS * OVER
         return ratio if at.serial / best >= _START and affordable else 0.0
 
 
@@ -158,10 +160,14 @@ def _rates(before: _Copy, after: _Copy) -> list[float]:
 
 
 class Budget:
-    """What a cache's layers speculate on. Its choice is their plan's `predicted_blocks`."""
+    """What a cache's layers speculate on. Its choice is their plan's `predicted_blocks`.
 
-    def __init__(self, policy: Policy) -> None:
+    current: whether the profile was measured with the kernels that run, and not with others of their version.
+    """
+
+    def __init__(self, policy: Policy, current: bool = True) -> None:
         self.policy = policy
+        self.current = current
         self.turns = 0  # changes of the choice since the first token
         self._started = False
         self._tokens = 0
@@ -181,7 +187,7 @@ class Budget:
         if not decoded:
             return
         layers = [index for index, plan in enumerate(handle.plans) if plan.status == "sparse"]
-        if self._after is not None and self._tokens >= self._mark + _LAG:
+        if self._after is not None and self._tokens >= self._mark + LAG:
             assert self._before is not None
             rates, ratio = _rates(self._before, self._after), self.policy.ratio
             self._before, self._after, self._mark = self._after, None, self._mark + WINDOW
@@ -204,7 +210,9 @@ class Budget:
 
     def __str__(self) -> str:
         ratio, made = self.policy.ratio, self.policy.profile.key
-        return f"{f'on, spec_ratio {ratio:g}' if ratio else 'off'} after {self.turns} changes, by the profile of {made}"
+        stale = "" if self.current else f", {_STALE}"
+        choice = f"on, spec_ratio {ratio:g}" if ratio else "off"
+        return f"{choice} after {self.turns} changes, by the profile of {made}{stale}"
 
     def _apply(self, handle: "PatchHandle", cache: "SparseCache", ratio: float, step: Step) -> None:
         """The layers' plans and what they remember; counters are looked at from the second token on, since the first
@@ -270,7 +278,8 @@ def choose(handle: "PatchHandle", cache: "SparseCache", step: Step, query: torch
         profile = _profile_for(handle, query, kv_heads)
         if profile is not None:
             given = None if handle.config.spec_ratio == "profile" else handle.config.spec_ratio
-            cache.budget = Budget(Policy(profile, given, always=handle.config.speculate is True))
+            current = profile.made.get("sources") == sources_of(handle.kernels.module)
+            cache.budget = Budget(Policy(profile, given, always=handle.config.speculate is True), current)
         elif cache.budget is not None:  # of another batch size
             cache.budget.leave(handle, cache, step)
             cache.budget = None

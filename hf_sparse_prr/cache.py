@@ -18,6 +18,7 @@ from .tokens import Step, Tokens
 
 if TYPE_CHECKING:
     from .budget import Budget
+    from .fitting import Fitting
     from .report import Statistics
 
 
@@ -88,6 +89,7 @@ class SparseCache(Cache):
         self.in_compiled = False  # a compiled decode step is running (compiled.py)
         self.late: Late | None = None  # what a step on the device leaves running beside it
         self.look: Look | None = None
+        self.fitting: Fitting | None = None  # the token that is under way, where all rows fit (fitting.py)
         self.on_device = False  # a decode step that reads lengths on the device alone is running (graph.py)
         if handle is not None:
             self.adopt(handle.config)
@@ -265,6 +267,7 @@ class SparseCache(Cache):
         self._undo.forget()
         self.tokens.reset()
         self.budget = self.budget_for = None
+        self.fitting = None
         self.decode_columns = []
         self.statistics = None
         self._prompt_length = None
@@ -287,7 +290,7 @@ class SparseCache(Cache):
         self.tokens.map_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "statistics": None, "_step": None, "_undo": Undo()}
+        return {**self.__dict__, "statistics": None, "_step": None, "fitting": None, "_undo": Undo()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseCache":
         twin = type(self).__new__(type(self))

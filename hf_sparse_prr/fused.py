@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import linear, silu
 
 from .cache import SparseCache, cache_in
 
@@ -42,6 +43,12 @@ class Linears(NamedTuple):
 
     weights: tuple[torch.Tensor, ...]
     biases: tuple[torch.Tensor, ...] | None
+
+    def apply(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Each layer's output, by the op that its module calls."""
+        if self.biases is None:
+            return [linear(x, weight) for weight in self.weights]
+        return [linear(x, *each) for each in zip(self.weights, self.biases, strict=True)]
 
 
 def linears(modules: list[Any], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Linears | None:
@@ -117,6 +124,27 @@ class FusedLayer:
             return self._linear(x, linears, residual=residual)
         return residual + after(self._linear(x, linears))
 
+    def fit(self, hidden_states: torch.Tensor, held: SparseCache, **kwargs: Any) -> torch.Tensor | None:
+        """A token for which all rows fit their budget, to the bits of the modules: the same ops without what torch does
+        around each module, 20 us of a layer's 130 on a host. None where it has to go through them."""
+        decoder, (before, between), mlp = self.decoder, self.norms, self.decoder.mlp
+        if self.states is None or self.out is None or self.gates is None or self.down is None:
+            return None
+        if kwargs.get("attention_mask") is not None or not decoder.self_attn.goes_on(held, hidden_states):
+            return None
+        x = before.forward(hidden_states)
+        query, key, value = self.states.apply(x)
+        y, _ = decoder.self_attn.attend_fitting(query, key, value, held, **kwargs)
+        (y,) = self.out.apply(y)
+        x = hidden_states + (y if self.after[0] is None else self.after[0](y))
+        y = between.forward(x)
+        if "gate_up_proj" in mlp._modules:
+            gate, up = linear(y, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias).chunk(2, dim=-1)
+        else:
+            gate, up = self.gates.apply(y)
+        (y,) = self.down.apply(silu(gate) * up)
+        return x + (y if self.after[1] is None else self.after[1](y))
+
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         decoder, x = self.decoder, hidden_states[0]
         if self.states is not None and self.out is not None:
@@ -143,13 +171,18 @@ def layer_of(handle: "PatchHandle", decoder: Any) -> Layer:
         return stock
     if handle.indexer is not None or handle.kinds[attention.layer_idx]:  # its attention does it alone; a window
         return stock
-    fused = FusedLayer(decoder, handle.kernels.module)
+    fused, index = FusedLayer(decoder, handle.kernels.module), attention.layer_idx
     if not fused.parts:
         return stock
     handle.graphs.fused += 1
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or not applies(handle, attention.layer_idx, hidden_states, kwargs):
+        cache = cache_in(kwargs)
+        fits = isinstance(cache, SparseCache) and cache.fitting is not None and index > cache.leader
+        if fits and not args and handle.replaced:
+            output = fused.fit(hidden_states, cache, **kwargs)
+            return stock(hidden_states, **kwargs) if output is None else output
+        if args or not applies(handle, index, hidden_states, kwargs):
             return stock(hidden_states, *args, **kwargs)
         return fused(hidden_states, **kwargs)
 

@@ -61,12 +61,33 @@ def _reference(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]
     return _nothing if tensor is None else weakref.ref(tensor)
 
 
+def _leaves(kwargs: dict[str, Any]) -> list[Any]:
+    """What a token's layers are given beside hidden states and the cache, flat."""
+    leaves: list[Any] = []
+    for name in sorted(kwargs):
+        value = kwargs[name]
+        if isinstance(value, tuple | list | dict):
+            leaves += tree_leaves(value)
+        elif name not in CACHE_NAMES:
+            leaves.append(value)
+    return leaves
+
+
+def _by_dtype(leaves: list[Any]) -> list[list[torch.Tensor]]:
+    """The tensors among them."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in leaves:
+        if isinstance(each, torch.Tensor):
+            found.setdefault(each.dtype, []).append(each)
+    return list(found.values())
+
+
 class _Graph(NamedTuple):
-    """A captured tail. inputs: what it reads, a dict.  output: what it writes.  steps: hold the priors that it reads
-    and writes.  bytes: that it keeps."""
+    """A captured tail. inputs: what it reads, dtype by dtype.  output: what it writes.  steps: hold the priors that it reads and
+    writes.  bytes: that it keeps."""
 
     replay: Replay
-    inputs: dict[str, Any]
+    inputs: list[list[torch.Tensor]]
     output: torch.Tensor
     steps: DeviceSteps
     bytes: int
@@ -125,10 +146,13 @@ class Tail:
             self._given = None
             return None
         self._steps.summarise(self.cache.tokens.length - 1)
-        same, choice = self._is_known(hidden_states, kwargs), self._steps.choice()
+        leaves = _leaves(kwargs)
+        described = self._describe(hidden_states, kwargs, leaves)
+        same, choice = self._is_known(described), self._steps.choice()
         graph, turned, self._choice = self._kept.get(choice), choice != self._choice, choice
         if same and graph is not None and (graph.steps.holds() or (turned and graph.steps.take())):
-            self._fill(graph, {"hidden_states": hidden_states, **kwargs})
+            for held, new in zip(graph.inputs, _by_dtype([hidden_states, *leaves]), strict=True):
+                torch._foreach_copy_(held, new)  # in one kernel
             graph.replay()
             self._replayed += 1
             self.notes.replayed += 1
@@ -141,7 +165,8 @@ class Tail:
             self._known = self._known + 1 if same and fresh and self._shapes == self._steps.prior_shapes() else 0
         if (steady or self._known >= self._wait) and len(set(_RUNNING)) == 1:  # nothing beside other threads' work
             return self._capture(hidden_states, kwargs)
-        self._know(hidden_states, kwargs)
+        self._given, self._shapes = described, self._steps.prior_shapes()
+        self._buffers = [_reference(tensor) for tensor in self._steps.tensors()]
         return None
 
     def _drop(self) -> None:
@@ -167,18 +192,13 @@ class Tail:
             return False
         return self._steps.can_run(step.begin, hidden_states.device)
 
-    def _describe(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        leaves = tree_leaves({name: value for name, value in kwargs.items() if name not in CACHE_NAMES})
+    def _describe(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         given = [(each.shape, each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves]
         return hidden_states.shape, hidden_states.dtype, hidden_states.device, sorted(kwargs), given
 
-    def _know(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        self._given, self._shapes = self._describe(hidden_states, kwargs), self._steps.prior_shapes()
-        self._buffers = [_reference(tensor) for tensor in self._steps.tensors()]
-
-    def _is_known(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _is_known(self, described: Any) -> bool:
         """Whether a graph of the last token does for this one what running it would."""
-        if self._given != self._describe(hidden_states, kwargs):
+        if self._given != described:
             return False
         tensors = self._steps.tensors()
         return all(held() is each for held, each in zip_longest(self._buffers, tensors, fillvalue=_nothing))
@@ -201,15 +221,11 @@ class Tail:
             self.notes.reason = self.notes.failed
             self.handle.warn("CUDA graph", f"decode steps run uncaptured, with the same bits: {self.notes.failed}")
             return output
-        self._kept[self._choice] = _Graph(replay, inputs, held, steps, kept)
+        copied = _by_dtype([inputs["hidden_states"], *_leaves({name: inputs[name] for name in kwargs})])
+        self._kept[self._choice] = _Graph(replay, copied, held, steps, kept)
         self.notes.captured += 1
         self.notes.bytes = sum(graph.bytes for graph in self._kept.values())
         return output
-
-    def _fill(self, graph: _Graph, given: dict[str, Any]) -> None:
-        for held, value in zip(tree_leaves(graph.inputs), tree_leaves(given), strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(value)
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """All layers on the inputs that are held."""

@@ -170,6 +170,21 @@ class SparseLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def append_fitting(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`append` of one token to a buffer that has room, in few calls. Without gradients or inference mode."""
+        if self._event is not None:
+            self.settle()
+        keys, values, begin = self.keys, self.values, self.length
+        for states, buffer in ((key, keys), (value, values)):
+            like = states.dtype == buffer.dtype and states.shape[1] == buffer.shape[1]
+            if not like or states.shape[3] != buffer.shape[3]:
+                check_states(self, key, value)  # says what is wrong
+        keys.narrow(2, begin, 1).copy_(key)
+        values.narrow(2, begin, 1).copy_(value)
+        self.length = begin + 1
+        self.memory.open(begin)
+        return keys.narrow(2, 0, begin + 1), values.narrow(2, 0, begin + 1)
+
     def scored_blocks(self, column: int) -> int:
         """Blocks that scores of a query in `column` are for, those without a token among them."""
         return self.summaries[0].shape[2]

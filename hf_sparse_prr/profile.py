@@ -3,12 +3,16 @@
 4.4).
 """
 
+import hashlib
 import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +221,24 @@ def find(key: Key) -> Profile | None:
                 raise ValueError(f"{path}: expected a profile for {key}, got one for {profile.key}; {_REMEDY}")
             return profile
     return None
+
+
+def sources_of(kernels: ModuleType) -> str:
+    """A digest of what a kernel module was made from, which a profile keeps in `made`: its version stays while kernels
+    become faster. Of a build the one in its id, which knows the CUDA sources too; else that of the module's files."""
+    return _digest_of(Path(kernels.__file__ or "").parent)
+
+
+@cache
+def _digest_of(folder: Path) -> str:
+    metadata = folder / "metadata.json"
+    built = re.search(r"_([0-9a-f]{12})$", json.loads(metadata.read_text())["id"]) if metadata.is_file() else None
+    if built is not None:
+        return built[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json") and path != metadata):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def device_name(device: torch.device) -> str:

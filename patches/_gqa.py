@@ -15,6 +15,7 @@ from hf_sparse_prr.calibration import calibrate_beside
 from hf_sparse_prr.compiled import attend
 from hf_sparse_prr.decode import attention_weights, decode_token, prefill_token, record_fitting, token_at
 from hf_sparse_prr.dense import gpu_attention, on_gpu, without_cudnn
+from hf_sparse_prr.fitting import fitting_of
 from hf_sparse_prr.fused import is_norm
 from hf_sparse_prr.layer import ordinary, writes
 from hf_sparse_prr.patches._base import SparseAttention
@@ -51,16 +52,20 @@ class SparseGQA(_Attention):
 
     def project(self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any) -> States:
         """Post-RoPE query [B, H*G, Q, D], key and value [B, H, Q, D], by the modules of the stock class."""
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads)
-        key = self.k_proj(hidden_states).view(heads)
-        value = self.v_proj(hidden_states).view(heads)
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self.turn(query, key, value, position_embeddings)
+
+    def turn(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position_embeddings: Any) -> States:
+        """As `project`, of what the projections gave: [B, Q, H*G*D] and [B, Q, H*D]."""
+        heads = (*query.shape[:-1], -1, self.head_dim)
+        query, key, value = query.view(heads), key.view(heads), value.view(heads)
         if "q_norm" in self._modules:  # Qwen3, and GLM-4-MoE where its config says so
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = self.modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
-        # Under autocast RoPE's float32 cosines have promoted them; stock attention would cast them back
-        return query.to(value.dtype), key.to(value.dtype), value
+        if query.dtype != value.dtype:  # under autocast RoPE's float32 cosines promote; stock attention would cast back
+            query, key = query.to(value.dtype), key.to(value.dtype)
+        return query, key, value
 
     def forward(
         self,
@@ -73,9 +78,14 @@ class SparseGQA(_Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock forward; the cache is `cache` since transformers 5.24 and `past_key_values` before."""
         given = past_key_values if cache is None else cache
-        if isinstance(given, SparseCache) and given.in_compiled:
-            assert attention_mask is not None
-            return attend(self, hidden_states, position_embeddings, attention_mask, given), None
+        if isinstance(given, SparseCache):
+            if given.in_compiled:
+                assert attention_mask is not None
+                return attend(self, hidden_states, position_embeddings, attention_mask, given), None
+            if given.fitting is not None and attention_mask is None and self.goes_on(given, hidden_states):
+                states = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+                output, weights = self.attend_fitting(*states, given, position_embeddings, **kwargs)
+                return self.o_proj(output), weights
         cache = self.given_cache(cache, past_key_values, kwargs)
         if not isinstance(cache, SparseCache):
             self.note_stock(cache, attention_mask, hidden_states.shape[1], kwargs)
@@ -101,6 +111,31 @@ class SparseGQA(_Attention):
                 output, weights = self._attend_over(project, attention_mask, cache, wants_weights, grad, kwargs)
             output = output.to(hidden_states.dtype).reshape(*hidden_states.shape[:-1], -1)
             return self.o_proj(output), weights
+
+    def goes_on(self, cache: SparseCache, hidden_states: torch.Tensor) -> bool:
+        """Whether this layer has a token of the first one's next, for which all rows fit their budget."""
+        fitting = cache.fitting
+        if fitting is None or self.layer_idx <= cache.leader or cache.kinds[self.layer_idx]:
+            return False
+        return fitting.goes_on(cache.layers[self.layer_idx], hidden_states, self.training)
+
+    def attend_fitting(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        given: SparseCache,
+        position_embeddings: Any = None,
+        attention_mask: None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forward` between its projections, of a token that `goes_on`."""
+        assert given.fitting is not None
+        states = self.turn(query, key, value, position_embeddings)
+        output, weights = given.fitting.attend(self, given.layers[self.layer_idx], *states, kwargs)
+        return output.reshape(*query.shape[:2], -1), weights
 
     def fuses(self) -> bool:
         """Whether `attend_states` does what `forward` does between its projections."""
@@ -157,6 +192,8 @@ class SparseGQA(_Attention):
         try:
             query, key, value = project()
             leads = self.layer_idx == cache.leader
+            if leads:
+                cache.fitting = None
             depth = self.config.num_hidden_layers if leads else None
             step = cache.begin(key, value, self.layer_idx, attention_mask, config, depth)
             if leads:
@@ -252,6 +289,8 @@ class SparseGQA(_Attention):
             if on_gpu(implementation, query.device):
                 causal = step.dense_reason is None and not cache.tokens.padded
                 attention = partial(gpu_attention, causal=causal)
+            if self.layer_idx == cache.leader and not wants_weights and attention_mask is None:
+                cache.fitting = fitting_of(self.binding.handle, cache, step, attention)
             if "sliding_window" in self.__dict__:  # what Qwen's classes hand on; None in a layer of full attention
                 kwargs["sliding_window"] = self.sliding_window
             output, weights = attention(

@@ -11,7 +11,7 @@ from profiles import key_of, made_up
 
 from hf_sparse_prr import SparseCache, budget, patch_model
 from hf_sparse_prr.budget import Policy, hits_at
-from hf_sparse_prr.profile import Key
+from hf_sparse_prr.profile import Key, sources_of
 
 pytestmark = pytest.mark.compat
 KEY = Key("it", "triton", 1, 32, 8, 128, "bfloat16", 1, "quest", 64, 64)
@@ -47,7 +47,7 @@ def test_speculation_never_costs_more_than_five_percent(hit, worst):
     lost, ratios = played(policy, lambda token: hit)
     assert lost <= 0.05
     gain = 1 / min(us / policy.profile.at(4096).serial for _, us in budget.choices(policy.profile.at(4096), hit))
-    if gain < budget._STOP:
+    if gain < budget.GAIN:
         assert ratios[-1] == 0.0 and sum(map(bool, ratios)) < 12
     elif gain > budget._START and worst < 1.5:
         assert all(ratios)
@@ -115,6 +115,22 @@ def test_auto_is_off_without_a_profile_and_says_what_it_asked_for(monkeypatch):
         logits_of(model, prompt())
         assert handle.stats()["hit_rate"] is None and "'auto': off, there is no profile for" in str(handle.report())
         assert asked == [key_of(model, handle)] and str(asked[0]) in str(handle.report())
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_profile_of_other_sources_is_used_and_said_to_be(monkeypatch, current):
+    def find(key):
+        profile = made_up(key)
+        own = sources_of(handle.kernels.module)
+        return profile._replace(made={"sources": own if current else "of long ago"})
+
+    monkeypatch.setattr(budget, "find", find)
+    model = tiny_llama()
+    with patch_model(model, **AUTO) as handle:
+        logits_of(model, prompt())
+        said = str(handle.report())
+    assert "by the profile of" in said
+    assert ("measured with other sources of these kernels" in said) == (not current)
 
 
 def test_a_bad_file_is_said_once_and_generation_goes_on(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hf_sparse_prr import profile as profiles
 from hf_sparse_prr.bench_profile import bench_profile
 from hf_sparse_prr.budget import Policy
 from hf_sparse_prr.commands import app, terminal
-from hf_sparse_prr.profile import Cell, Key, find, parse, read
+from hf_sparse_prr.profile import Cell, Key, find, parse, read, sources_of
 
 pytestmark = pytest.mark.compat
 KEY = Key("NVIDIA Test-1000", "triton", 1, 32, 8, 128, "bfloat16", 1, "quest", 64, 64)
@@ -153,6 +154,29 @@ def test_kernels_of_a_folder_are_named_and_not_located(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "measured_kernels", lambda key: kernels)
     settings = dict(budget=512, device="cpu", dtype=torch.float32, rounds=1, ratios=[1.0])
     assert bench_profile("smollm2", [1024], kernels=folder, **settings).made["kernels"] == "sparse-prr 1"
+
+
+def test_sources_are_those_of_a_build_or_of_the_files(tmp_path):
+    def module(identity=None, text="one"):
+        folder = tmp_path / f"{identity}{text}"
+        folder.mkdir()
+        (folder / "__init__.py").write_text(text)
+        if identity is not None:
+            (folder / "metadata.json").write_text(json.dumps({"id": identity}))
+        made = ModuleType("made")
+        made.__file__ = str(folder / "__init__.py")
+        return made
+
+    assert sources_of(module("_sparse_prr_cuda_1_0123456789ab")) == "0123456789ab"
+    plain = sources_of(module("_sparse_prr_torch_1"))
+    assert len(plain) == 12 and plain == sources_of(module())  # metadata doesn't count
+    assert plain != sources_of(module(text="two"))
+
+
+def test_hit_rates_out_of_range_are_refused():
+    for hits in ((), (1.5,)):
+        with pytest.raises(ValueError, match="hits: expected numbers from 0 to 1, got"):
+            bench_profile("smollm2", [1024], budget=512, device="cpu", dtype=torch.float32, rounds=1, hits=hits)
 
 
 def test_a_step_with_other_bits_is_not_timed(monkeypatch):

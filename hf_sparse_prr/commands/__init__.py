@@ -11,6 +11,7 @@ from hf_sparse_prr.commands import (
     hit_rates,
     kernels,
     profile,
+    speculation,
     train_tiny,
     tune,
 )
@@ -36,6 +37,8 @@ app.command(epilog="Example: hf-sparse-prr doctor --hub")(doctor.doctor)
 app.command(epilog="Example: hf-sparse-prr tune --device cuda:1")(tune.tune)
 app.command(epilog="Example: hf-sparse-prr profile --shape llama-3.1-8b --device cuda")(profile.profile)
 bench.bench.command(epilog="Example: hf-sparse-prr bench ablation --context 16K,128K --device cuda")(ablation.ablation)
+_PAYS = "hf-sparse-prr bench speculation --context 16K,128K --device cuda"
+bench.bench.command(epilog=f"Example: {_PAYS}")(speculation.speculation)
 app.command(epilog="Example: hf-sparse-prr train-tiny --family llama --minutes 6 --device cuda")(train_tiny.train_tiny)
 _EVAL = "hf-sparse-prr eval --model tiny:llama --task needle_multi_query,tracking --length 2K --episodes 4"
 app.command(name="eval", epilog=f"Example: {_EVAL}")(evaluate.evaluate_command)
