@@ -14,7 +14,7 @@ SHAPES = [4097, 8192, 16_385, 40_001, 131_072, 131_073, 300_001]  # up to a step
 
 
 def left_by_a_scorer(order_keys, scores, threshold, lengths=None):
-    """`Candidates` of any row: counts [R, tiles], and keys and columns of what reaches the threshold, in order."""
+    """`Candidates` of any row: counts [R, tiles + 1], and keys and columns of what reaches the threshold, in order."""
     rows, columns = scores.shape
     tile = 64 * -(-columns // (256 * 64))
     tiles = -(-columns // tile)
@@ -28,7 +28,7 @@ def left_by_a_scorer(order_keys, scores, threshold, lengths=None):
     slot = (hit.cumsum(dim=2) - 1)[row, at, inside]
     entries[row, at, slot, 0] = order_keys(scores)[row, column].int()
     entries[row, at, slot, 1] = column.int()
-    return hit.sum(dim=2, dtype=torch.int32), entries
+    return torch.nn.functional.pad(hit.sum(dim=2, dtype=torch.int32), (0, 1)), entries
 
 
 def refined(ops, scores, k, threshold, candidates, lengths=None):
@@ -109,6 +109,21 @@ def test_a_bad_threshold_is_told(index, order_keys):
         assert refined(index.ops, scores, 512, threshold, left)[2].all()
 
 
+@pytest.mark.parametrize("columns", [*SHAPES, 524_288])
+def test_all_blocks_of_a_row_collect_again(index, cuda, reference, order_keys, columns):  # noqa: F811
+    """A few rows have several blocks each, which sample the row where the guess was bad; ties are searched for in it."""
+    for first in range(0, len(ROWS), 4):
+        scores = table(ROWS[first : first + 4], columns)
+        lengths = torch.tensor([columns, columns - 7, 2500, 0], device="cuda")[: len(scores)]
+        for limits, k in ((None, 64), (None, 2048), (lengths, 2048)):
+            expected = reference.gvr_topk(scores, k, lengths=limits)
+            for value in (INF, NAN, -1e38):
+                threshold = torch.full((len(scores), 2), value, device="cuda")
+                left = left_by_a_scorer(order_keys, scores, threshold, limits)
+                found, _, _ = refined(index.ops, scores, k, threshold, left, limits)
+                assert torch.equal(found, expected), (first, k, limits is None, value)
+
+
 @pytest.mark.parametrize("columns", [*SHAPES, 524_288, 524_289])
 def test_the_scorer_leaves_what_reaches_the_threshold(index, compiled, order_keys, columns):  # noqa: F811
     """Counts, and keys and columns in order, of two rows whose winners lie evenly and in one place."""
@@ -131,7 +146,7 @@ def test_the_scorer_leaves_what_reaches_the_threshold(index, compiled, order_key
     assert torch.equal(again.view(torch.int32), scores.view(torch.int32))
     expected, places = left_by_a_scorer(order_keys, scores[:, 0], threshold)
     assert torch.equal(counts, expected)
-    there = torch.arange(entries.shape[2], device="cuda") < counts[..., None]
+    there = torch.arange(entries.shape[2], device="cuda") < counts[:, :-1, None]
     assert torch.equal(entries[there], places[there])
 
 

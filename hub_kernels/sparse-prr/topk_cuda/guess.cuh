@@ -46,6 +46,7 @@ struct Stream {
   int* counts;     // [rows, tiles]: a tile's candidates, also those that `entries` has no room for
   uint2* entries;  // [rows, tiles, kept]: key and index of a tile's first candidates, in index order
   uint2* lists;    // [rows, CAPACITY]: of all candidates, where they don't fit in registers as they come
+  int* again;      // [rows, parts, warps]: candidates of each warp of a row's blocks, where these collect again
   bool* fallback;  // [rows]: the guess was bad, and the row was read again
 };
 

@@ -17,7 +17,7 @@ constexpr int LISTS = CAPACITY * 8;  // bytes of a row's candidates
 
 // More than 48 KB of shared memory has to be asked for, once a kernel and device.
 template <auto kernel>
-void launch_with_lists(const Stream& s, int64_t rows, int threads, int device, cudaStream_t stream) {
+void launch_with_lists(const Stream& s, dim3 grid, int threads, int device, cudaStream_t stream) {
   static std::mutex mutex;
   static uint64_t allowed = 0;
   {
@@ -26,7 +26,7 @@ void launch_with_lists(const Stream& s, int64_t rows, int threads, int device, c
       STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, LISTS));
     allowed |= uint64_t{1} << device;
   }
-  launch_early(kernel, dim3(static_cast<unsigned>(rows)), threads, LISTS, stream, s);
+  launch_early(kernel, grid, threads, LISTS, stream, s);
 }
 
 template <typename T>
@@ -74,16 +74,22 @@ void launch_refine(const Stream& s, int64_t rows, cudaStream_t stream) {
 
 template <typename T>
 void launch_stream(const Stream& s, int64_t rows, int device, cudaStream_t stream) {
-  if (s.row.N <= 384 << 10) return launch_with_lists<stream_row<T, 8>>(s, rows, STREAM_THREADS, device, stream);
-  return launch_with_lists<stream_row<T, 32>>(s, rows, STREAM_THREADS, device, stream);
+  const dim3 grid(static_cast<unsigned>(rows));
+  if (s.row.N <= 384 << 10) return launch_with_lists<stream_row<T, 8>>(s, grid, STREAM_THREADS, device, stream);
+  return launch_with_lists<stream_row<T, 32>>(s, grid, STREAM_THREADS, device, stream);
 }
 
 template <typename T>
-void launch_refine_scored(const Stream& s, int64_t rows, int device, cudaStream_t stream) {
-  if (s.tiles > SCORED_THREADS / 4) return launch_refine<T>(s, rows, stream);
+void launch_refine_scored(const Stream& s, int64_t rows, int parts, int device, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(rows));
   if (s.tiles > SCORED_THREADS / 8)
-    return launch_with_lists<refine_scored<T, 8>>(s, rows, SCORED_THREADS, device, stream);
-  return launch_with_lists<refine_scored<T, 4>>(s, rows, SCORED_THREADS, device, stream);
+    return launch_with_lists<refine_scored<T, 8>>(s, grid, SCORED_THREADS, device, stream);
+  return launch_with_lists<refine_scored<T, 4>>(s, grid, SCORED_THREADS, device, stream);
+}
+
+// Blocks of a row of N scores, should its guess be bad: none stands in the way of another row's first one.
+int parts_of(int64_t rows, int64_t N) {
+  return rows > FEW_ROWS ? 1 : static_cast<int>(std::clamp(N >> 13, int64_t{1}, int64_t{16}));
 }
 
 // Entries of a tile, a power of two: what a block has threads for. 32 tiles a row, of which `refine` keeps more
@@ -175,28 +181,30 @@ void topk_stream(const Tensor& indices, const Tensor& candidates, const Tensor& 
 void topk_candidates(const Tensor& indices, const Tensor& candidates, const Tensor& fallback, const Tensor& scores,
                      std::optional<Tensor> lengths, const Tensor& threshold, const Tensor& counts,
                      const Tensor& entries) {
-  const int64_t rows = scores.size(0), N = scores.size(1), tiles = counts.dim() == 2 ? counts.size(1) : -1;
+  const int64_t rows = scores.size(0), N = scores.size(1), tiles = counts.dim() == 2 ? counts.size(1) - 1 : -1;
   Stream s = into(indices, candidates, fallback, scores, lengths);
   take_threshold(s, threshold, scores);
   check_output(counts, ScalarType::Int, scores, "counts");
   check_output(entries, ScalarType::Int, scores, "entries");
-  STD_TORCH_CHECK(counts.size(0) == rows && tiles >= 1 && tiles <= MAX_TILES && entries.dim() == 4 &&
+  STD_TORCH_CHECK(counts.size(0) == rows && tiles >= 1 && tiles <= SCORED_THREADS / 4 && rows <= 65535 && entries.dim() == 4 &&
                       entries.size(0) == rows && entries.size(1) == tiles && entries.size(2) * tiles >= N &&
                       entries.size(3) == 2,
-                  "counts and entries: expected [", rows, ", tiles] and [", rows, ", tiles, tile, 2] of up to ",
-                  MAX_TILES,
-                  " tiles that hold the row");
+                  "counts and entries: expected [", rows, ", tiles + 1] and [", rows, ", tiles, tile, 2] of up to ",
+                  SCORED_THREADS / 4, " tiles that hold the row");
   if (rows == 0) return;
   s.counts = static_cast<int*>(counts.data_ptr());
   s.entries = static_cast<uint2*>(entries.data_ptr());
   s.tiles = static_cast<int>(tiles);
   s.tile = s.kept = static_cast<int>(entries.size(2));
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
-  const Tensor lists = torch::stable::new_empty(scores, {rows * CAPACITY}, ScalarType::Long);
+  const int parts = parts_of(rows, N);
+  const int64_t again = parts * (SCORED_THREADS / 32) / 2;  // int32s in int64s
+  const Tensor lists = torch::stable::new_empty(scores, {rows * (CAPACITY + again)}, ScalarType::Long);
   s.lists = static_cast<uint2*>(lists.data_ptr());
+  s.again = reinterpret_cast<int*>(s.lists + rows * CAPACITY);
   const int device = scores.get_device_index();
   by_type(scores, [&](auto type) {
-    launch_refine_scored<decltype(type)>(s, rows, device, stream_of(scores));
+    launch_refine_scored<decltype(type)>(s, rows, parts, device, stream_of(scores));
   });
 }
 

@@ -20,7 +20,8 @@ _WARPS = 4
 class Candidates(NamedTuple):
     """What a scorer leaves of scores at or above a threshold, so that the top-k needs no pass over them.
 
-    counts: int32 [R, tiles].  entries: int32 [R, tiles, tile, 2], key (`order_key`) and column of a tile's, in order.
+    counts: int32 [R, tiles + 1], the last one 0: blocks count themselves there.  entries: int32 [R, tiles, tile, 2],
+    key (`order_key`) and column of a tile's, in order.
     """
 
     counts: torch.Tensor
@@ -146,8 +147,12 @@ def _index(
             if EMITS:
                 hits |= (score >= least).to(tl.int32) << (begin // BT)
         if EMITS:
-            program = b * tl.num_programs(0) + tl.program_id(0)
-            _emit(hits, score, scores + start, start, counts + program, entries + program * tile, BT, STEPS)
+            tiles, program = tl.num_programs(0), tl.program_id(0)
+            counts += b * (tiles + 1)
+            if program == 0:
+                tl.store(counts + tiles, 0)
+            entries += (b * tiles + program) * tile
+            _emit(hits, score, scores + start, start, counts + program, entries, BT, STEPS)
     else:
         for begin in range(0, tile, BT):
             first = tl.program_id(0).to(tl.int64) * tile + begin
@@ -177,7 +182,7 @@ def score_tokens(
     tile = part if queries > 1 else part * triton.cdiv(columns, TILES * part)
     tiles, candidates = triton.cdiv(columns, max(tile, 1)), None
     if threshold is not None:
-        sizes = ((batch, tiles), (batch, tiles, tile, 2))
+        sizes = ((batch, tiles + 1), (batch, tiles, tile, 2))
         candidates = Candidates(*(torch.empty(size, dtype=torch.int32, device=query.device) for size in sizes))
     if scores.numel() == 0:
         return scores, candidates
