@@ -136,8 +136,8 @@ def project(
         kernels.latent_append(compressed, cos, sin, norm.weight, *into, eps=norm.variance_epsilon)
         if indexer is not None:
             norm = indexer.k_norm
-            into = (norm.weight, norm.bias, held.index_keys, held.end)
-            kernels.index_append(index_key[0], cos, sin, *into, eps=norm.eps, **turns)
+            given = (index_key[0], cos, sin, norm.weight, norm.bias, held.index_keys, held.end)
+            kernels.index_append(*given, eps=norm.eps, **turns)
     query, *index_query = linear(kernels, residual, seconds, attention.q_a_layernorm, modeling)
     overlap.join()
 

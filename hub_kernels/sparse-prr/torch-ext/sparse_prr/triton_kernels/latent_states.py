@@ -73,8 +73,8 @@ def _index_queries(
     queries, weights, cos, sin, asked, shares, share, q_b, q_i, q_e, g_b, g_i, c_b, c_a, n_b, n_a,
     E: tl.constexpr, EP: tl.constexpr, A: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head and its weight. The scorer waits for it, and its code is in no cache: little of it, no sums, and all that
-    it reads on its way at once."""
+    """One head and its weight. The scorer waits for it, and its code is in no cache: little of it, no sums, and all
+    that it reads on its way at once."""
     i, b, e = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, EP)
     own, partner, angle = sources(e, A, INTERLEAVED)
     queries += b * q_b + i * q_i
