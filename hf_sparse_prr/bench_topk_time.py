@@ -12,7 +12,6 @@ _WARM = 4  # sets of rows that warm calls take turns with
 _COLD = 2**28  # bytes: of rows before one comes again, and of what is read between two replays of a graph
 _STEPS = 64  # calls in a graph, at the most: the rows of so many are read from memory, however few bytes they are
 _GRAPH_MS, _ALL_MS = 4.0, 150.0  # of a graph and of its replays, about: launches of eager calls are counted in
-_HIDDEN = 100_000  # cycles that a GPU sleeps while the host launches a graph
 
 
 class Cell(NamedTuple):
@@ -65,9 +64,8 @@ class Clock:
         self._other = torch.zeros(_COLD // 4, device=device) if self.on_gpu else torch.zeros(0)
 
     def _between(self, cache: str) -> Callable[[], Any]:
-        """What is queued before a replay: a cold one finds other bytes in the L2; in both the GPU is still busy when
-        the graph is launched, so that the launch isn't timed."""
-        return self._other.sum if cache == "cold" else lambda: torch.cuda._sleep(_HIDDEN)
+        """What is queued before a replay: a cold one finds other bytes in the L2."""
+        return self._other.sum if cache == "cold" else lambda: None
 
     def give_back(self) -> None:
         """What graphs held, each of which keeps memory of its own."""

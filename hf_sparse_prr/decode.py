@@ -20,6 +20,7 @@ from .tokens import Tokens
 if TYPE_CHECKING:
     from .bundled.reference import Partials
 
+_REMEMBERED = ("predicted", "previous")  # the top-k starts from what the last token left
 _WIDEST = 65536  # slots of an empty trace entry, where a budget is meant to be endless
 
 
@@ -141,6 +142,23 @@ def _update(
     return importance
 
 
+def _remember(
+    attention: Any,
+    layer_idx: int,
+    statistics: Statistics,
+    selection: Selection,
+    predicted: torch.Tensor,
+    ema: torch.Tensor,
+) -> None:
+    """What the next token starts from, and the counts of this one."""
+    layer, token, kernels = attention.layer, attention.token, attention.kernels
+    threshold = attention.threshold_after(selection) if layer.plan.hint in _REMEMBERED else None
+    importance = _update(layer, token, selection, kernels, ema, threshold)
+    numbers = _count(statistics, layer_idx, layer, selection)
+    first = layer.plan.sink_blocks
+    kernels.tally(numbers, selection.selected, selection.free, predicted, importance, first, attention.end)
+
+
 class BlockAttention:
     """How one token attends where each KV head selects blocks of keys. query: [B, H, G, D], post-RoPE."""
 
@@ -191,8 +209,9 @@ def decode_step(
     """Predict, speculate beside the selection, repair and merge, and remember: `BlockAttention` or another class of its
     methods says how. Returns its result and the ids attended to, int32 [B, H, K].
 
-    late: joins what is remembered, if the caller does that later.  overlap: the caller's, if something is under way in
-    it that attention is to wait for.
+    late: joins what is remembered and counted, if the caller does that later: it then begins behind attention, beside
+    what follows, and is in the way of neither.  overlap: the caller's, if something is under way in it that attention
+    is to wait for.
     """
     layer, token, kernels = attention.layer, attention.token, attention.kernels
     plan, like = layer.plan, token.forced
@@ -209,8 +228,7 @@ def decode_step(
         with overlap.beside():
             speculative = attention.speculate(early)
 
-    remembers = plan.hint in ("predicted", "previous")  # the top-k starts from what the last token left
-    hints = remembers and prior is not None
+    hints = plan.hint in _REMEMBERED and prior is not None
     foreseen = hints and plan.hint == "predicted" and plan.predicted_blocks > 0
     previous = prior.winners if hints and not foreseen and prior is not None else None
     selection = attention.select(predicted if foreseen else None, previous)
@@ -220,18 +238,16 @@ def decode_step(
         extra = predicted.masked_fill(kernels.slots_of(predicted, attended) >= 0, -1)
         attended = kernels.ascending(torch.cat([attended, extra], dim=-1))
 
-    with overlap.beside():
-        threshold = attention.threshold_after(selection) if remembers else None
-        importance = _update(layer, token, selection, kernels, ema, threshold)
-        numbers = _count(statistics, layer_idx, layer, selection)
-        kernels.tally(
-            numbers, selection.selected, selection.free, predicted, importance, plan.sink_blocks, attention.end
-        )
+    given = (attention, layer_idx, statistics, selection, predicted, ema)
+    if late is None:
+        with overlap.beside():
+            _remember(*given)
     output = attention.repair(attended, early, speculative)
     if late is None:
         overlap.join()
     else:
-        late.leave(overlap, selection, early, predicted)
+        with late.behind(device, selection, early, predicted):
+            _remember(*given)
     if trace:
         free = selection.free
         missed = kernels.ascending(free.masked_fill(kernels.slots_of(free, predicted) >= 0, -1))

@@ -1,5 +1,5 @@
 """One token of one row through the linear parts of a layer with latent attention: four products of few launches each,
-and norms, RoPE and the new latent and keys in two kernels between them.
+and norms, RoPE and the new latent and keys in small kernels between and beside them.
 
 By modules they are some 60 kernels, 170 us of an H200's time beyond the weights of DeepSeek-V3.2's layer. As in
 fused.py, the model's own weights are read where they are, and what isn't plain is called as the module it is. A token
@@ -115,36 +115,47 @@ def project(
     held: Held | None = None,
 ) -> Projected:
     """As `SparseMLA.project`, of one token for which `applies` holds. Its latent and keys go to `held` where that is
-    given, and are its buffers then. All but what the indexer asks may be under way beside the main stream: `overlap` is
-    to be joined."""
+    given, and are its buffers then. The absorbed query may be under way beside the main stream: `overlap` is to be
+    joined. It is forked before what the indexer asks, so that its weights are read while the indexer starts: behind the
+    scorer it would have nothing beside it that reads much, and would end later.
+    """
     indexer, modeling = attention.indexer, attention.modeling
     held = _column(attention, hidden_states) if held is None else held
     cos, sin = (angle[:, 0] for angle in angles)
+    turns = dict(interleaved=attention.index_rotates == "neighbours")
     firsts = [attention.q_a_proj, attention.kv_a_proj_with_mqa, *([] if indexer is None else [indexer.wk])]
     seconds = [attention.q_b_proj, *([] if indexer is None else [indexer.wq_b])]
     if indexer is not None:
         with overlap.beside():
             weights = _index_weights(kernels, hidden_states, indexer.weights_proj)
     residual, compressed, *index_key = linear(kernels, hidden_states[0], firsts)
+    overlap.hold(compressed, *index_key)
+    with overlap.beside():  # the second product takes longer
+        norm = attention.kv_a_layernorm
+        into = (held.latents, held.ropes, held.end)
+        kernels.latent_append(compressed, cos, sin, norm.weight, *into, eps=norm.variance_epsilon)
+        if indexer is not None:
+            norm = indexer.k_norm
+            given = (index_key[0], cos, sin, norm.weight, norm.bias, held.index_keys, held.end)
+            kernels.index_append(*given, eps=norm.eps, **turns)
     query, *index_query = linear(kernels, residual, seconds, attention.q_a_layernorm, modeling)
-    overlap.join()  # behind both products, which take longer
+    overlap.join()
 
     sizes = (attention.qk_nope_head_dim, attention.qk_rope_head_dim)
     nope, turning = query.unflatten(1, (-1, sum(sizes))).split(sizes, dim=2)
-    norm = attention.kv_a_layernorm
-    overlap.hold(compressed, query)
-    with overlap.beside():
-        buffers = (held.latents, held.ropes, held.end)
-        rope = kernels.latent_append(turning, compressed, cos, sin, norm.weight, *buffers, eps=norm.variance_epsilon)
-        moved = attention.absorb_plainly(held.latents)
-        absorbed = None if moved is None else kernels.absorb_queries(nope, rope, moved.up)[:, None]
+    moved = attention.absorb_plainly(held.latents)
+    if moved is None:
+        absorbed = None
+        rope, _ = modeling.apply_rotary_pos_emb_interleave(turning[:, :, None], turning[:, :1, None], *angles)
+    else:
+        overlap.hold(query)
+        with overlap.beside():
+            absorbed = kernels.absorb_queries(nope, turning, cos, sin, moved.up)[:, None]
+        rope = absorbed[..., attention.kv_lora_rank :].transpose(1, 2)
     asked = None
     if indexer is not None:
-        norm = indexer.k_norm
-        found, shares = kernels.index_append(
-            index_query[0], index_key[0], weights, cos, sin, norm.weight, norm.bias, held.index_keys, held.end,
-            eps=norm.eps, share=indexer.n_heads**-0.5, interleaved=attention.index_rotates == "neighbours",
-        )  # fmt: skip
+        heads = index_query[0].unflatten(1, (-1, indexer.head_dim))
+        found, shares = kernels.index_queries(heads, weights, cos, sin, share=indexer.n_heads**-0.5, **turns)
         asked = Index(found[:, None], shares[:, None], indexer.softmax_scale)
     states = (held.latents[:, None], held.ropes[:, None], asked, held.index_keys)
-    return Projected(nope[:, :, None], rope[:, :, None], *states, absorbed)
+    return Projected(nope[:, :, None], rope, *states, absorbed)

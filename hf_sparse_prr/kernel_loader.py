@@ -35,6 +35,7 @@ OPS = (
     "grouped_linear",
     "gvr_topk",
     "index_append",
+    "index_queries",
     "index_scores",
     "index_topk",
     "infllm_scores",

@@ -106,9 +106,10 @@ class DeviceSteps:
         self.cache.on_device, self.cache.late = True, Late()
         try:
             result = step()
-            self.cache.late.join()
             made = [memory.prior for memory in self._memories()]
-            _copy(*(tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made)))
+            with self.cache.late.last():  # it reads what was made there; all layers have read what it writes over
+                _copy(*(tree_leaves([tuple(prior) for prior in priors]) for priors in (self._priors, made)))
+            self.cache.late.join()
         finally:
             statistics.selector_calls = calls
             self.cache.on_device, self.cache.late = False, None

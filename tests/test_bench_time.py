@@ -1,11 +1,13 @@
-"""How long a GPU works during a call: the union of what torch's profiler saw."""
+"""How long a GPU works during a call: the union of what torch's profiler saw; and what the events of a graph are around."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_sparse_prr.bench_time import busy_ms
+from hf_sparse_prr import bench_time
+from hf_sparse_prr.bench_time import Captured, busy_ms
 
 pytestmark = pytest.mark.compat
 GPU = torch.device("cuda")
@@ -64,3 +66,31 @@ def test_kernels_that_touch_add_up_and_none_take_nothing(profiled):
 def test_a_cpu_has_none(profiled):
     assert busy_ms(lambda: profiled.done.append("call"), torch.device("cpu")) is None
     assert profiled.done == []
+
+
+def test_events_are_around_a_graph_that_was_launched_before_the_gpu_got_to_it(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def synchronize(self):
+            done.append("wait")
+
+        def elapsed_time(self, last):
+            return 0.6  # ms
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(("idle", cycles)))
+    graph = Captured.__new__(Captured)
+    graph._graph, graph._device, graph._steps = SimpleNamespace(replay=lambda: done.append("graph")), GPU, 12
+    taken = graph.timed(4, lambda: done.append("before"))
+    assert taken.us == pytest.approx(50)
+    assert taken.spread == 0
+    warmup = ["graph"] * bench_time._WARMUP
+    assert done == warmup + 4 * ["before", ("idle", bench_time._HEAD_START), "event", "graph", "event", "wait"]

@@ -89,12 +89,13 @@ def latent_token(ops, dtype):
     queries = torch.randn(batch, heads, dim + rotated, dtype=dtype)
     compressed, norm = torch.randn(batch, channels + rotated, dtype=dtype), torch.randn(channels, dtype=dtype)
     cos = sin = torch.randn(1, rotated, dtype=dtype)
-    turned = ops.latent_append(queries[..., dim:], compressed, cos, sin, norm, latents, ropes, end, eps=1e-6)
-    asked, key, own = (torch.randn(size, dtype=dtype) for size in ((batch, 9 * 20), (batch, 20), 20))
+    ops.latent_append(compressed, cos, sin, norm, latents, ropes, end, eps=1e-6)
+    asked, key, own = (torch.randn(size, dtype=dtype) for size in ((batch, 9, 20), (batch, 20), 20))
     for interleaved in (False, True):
-        how = dict(eps=1e-6, share=0.5, interleaved=interleaved)
-        ops.index_append(asked, key, torch.randn(batch, 9), cos, sin, own, own, keys, end, **how)
-    ops.absorb_queries(queries[..., :dim], turned, torch.randn(heads, dim, channels, dtype=dtype))
+        ops.index_append(key, cos, sin, own, own, keys, end, eps=1e-6, interleaved=interleaved)
+        ops.index_queries(asked, torch.randn(batch, 9), cos, sin, share=0.5, interleaved=interleaved)
+    up = torch.randn(heads, dim, channels, dtype=dtype)
+    ops.absorb_queries(queries[..., :dim], queries[..., dim:], cos, sin, up)
     ops.absorb_values(torch.randn(batch, heads, channels), torch.randn(heads, 13, channels, dtype=dtype))
 
 

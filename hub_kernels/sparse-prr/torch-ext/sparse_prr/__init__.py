@@ -40,6 +40,7 @@ forced_blocks = dispatch.by_device(reference.forced_blocks)
 grouped_linear = dispatch.by_device(reference.grouped_linear)
 gvr_topk = dispatch.by_device(reference.gvr_topk)
 index_append = dispatch.by_device(reference.index_append)
+index_queries = dispatch.by_device(reference.index_queries)
 index_scores = dispatch.by_device(reference.index_scores)
 index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
@@ -77,6 +78,7 @@ __all__ = [
     "grouped_linear",
     "gvr_topk",
     "index_append",
+    "index_queries",
     "index_scores",
     "index_topk",
     "infllm_scores",

@@ -7,7 +7,7 @@ from .compress import compress_keys
 from .forced import Reach, forced_blocks
 from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
-from .latent_states import index_append, latent_append
+from .latent_states import index_append, index_queries, latent_append
 from .linear import grouped_linear
 from .masked import masked_attention
 from .merge import merge_partials, repair_merge, slots_of
@@ -41,6 +41,7 @@ __all__ = [
     "grouped_linear",
     "gvr_topk",
     "index_append",
+    "index_queries",
     "index_scores",
     "index_topk",
     "infllm_scores",

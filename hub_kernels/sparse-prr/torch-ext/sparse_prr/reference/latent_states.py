@@ -1,16 +1,15 @@
 """What a decode step of latent attention does between its projections and attention: norms, RoPE, and the new latent
-and keys into the buffers."""
+and keys into the buffers. What depends on the first projections alone is apart, so that it runs beside the second."""
 
 import torch
 
 from .append import append_states
 from .check import FLOATS, INTEGERS, expect
 from .linear import rms_norm
-from .rotate import check_angles
+from .rotate import check_all_angles, check_angles, turned
 
 
 def check_latent_append_arguments(
-    queries: torch.Tensor,
     compressed: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -24,19 +23,14 @@ def check_latent_append_arguments(
     (batch, columns, channels), device, dtypes = latents.shape, latents.device, (latents.dtype,)
     expect("ropes", ropes, "B, T, A", (batch, columns, None), dtypes, device)
     rotated = ropes.shape[2]
-    expect("queries", queries, "B, H, A", (batch, None, rotated), dtypes, device)
     expect("compressed", compressed, "B, C + A", (batch, channels + rotated), dtypes, device)
-    check_angles(cos, sin, batch, rotated, latents)
-    if cos.shape[1] != rotated:
-        raise ValueError(f"cos: expected A = {rotated} channels, got {cos.shape[1]}")
+    check_all_angles(cos, sin, batch, rotated, latents)
     expect("norm", norm, "C", (channels,), dtypes, device)
     expect("end", end, "B", (batch,), INTEGERS, device)
 
 
 def check_index_append_arguments(
-    queries: torch.Tensor,
     key: torch.Tensor,
-    weights: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     norm: torch.Tensor,
@@ -47,8 +41,6 @@ def check_index_append_arguments(
     """Raise ValueError for what the host can tell is outside the contract of `index_append`."""
     expect("keys", keys, "B, T, E", (None,) * 3, FLOATS)
     (batch, _, dim), device, dtypes = keys.shape, keys.device, (keys.dtype,)
-    expect("weights", weights, "B, I", (batch, None), FLOATS, device)
-    expect("queries", queries, "B, I * E", (batch, weights.shape[1] * dim), dtypes, device)
     expect("key", key, "B, E", (batch, dim), dtypes, device)
     check_angles(cos, sin, batch, dim, keys)
     expect("norm", norm, "E", (dim,), dtypes, device)
@@ -56,20 +48,17 @@ def check_index_append_arguments(
     expect("end", end, "B", (batch,), INTEGERS, device)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [B, heads, dim] rotated in its first A channels. The first of each pair come first, then the second."""
-    half = cos.shape[1] // 2
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        one, two = turning[..., 0::2], turning[..., 1::2]
-    else:
-        one, two = turning[..., :half], turning[..., half:]
-    c, s = cos[:, None, :half], sin[:, None, :half]
-    return torch.cat([one * c - two * s, two * c + one * s, rest], dim=-1)
+def check_index_queries_arguments(
+    queries: torch.Tensor, weights: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Raise ValueError for what the host can tell is outside the contract of `index_queries`."""
+    expect("queries", queries, "B, I, E", (None,) * 3, FLOATS)
+    (batch, heads, dim), device = queries.shape, queries.device
+    expect("weights", weights, "B, I", (batch, heads), FLOATS, device)
+    check_angles(cos, sin, batch, dim, queries)
 
 
 def latent_append(
-    queries: torch.Tensor,
     compressed: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -79,32 +68,28 @@ def latent_append(
     end: torch.Tensor,
     *,
     eps: float,
-) -> torch.Tensor:
-    """RoPE of one new token's queries a batch row, [B, H, A]; its latent, after an RMS norm, and its RoPE key go to
-    column end - 1 of the buffers.
+) -> None:
+    """One new token a batch row: its latent, after an RMS norm, and its RoPE key go to column end - 1 of the buffers.
 
     Channels 2i and 2i + 1 are rotated together, and come out as i and i + A/2. Rounded to the dtype where
     transformers' modules round: what the norm divides and what it scales, every product of RoPE, and their sum.
 
     Args:
-        queries: [B, H, A], of each head what is rotated.  compressed: [B, C + A], latent and RoPE key side by side.
+        compressed: [B, C + A], latent and RoPE key side by side.
         cos, sin: [B, A] or [1, A]; both halves hold the same angles.  norm: [C], the norm's weight.
         latents: [B, T, C].  ropes: [B, T, A].  end: [B] integer, 1 .. T, which isn't checked: on the device.
 
     Raises:
         ValueError: shapes, dtypes or devices outside the above.
     """
-    check_latent_append_arguments(queries, compressed, cos, sin, norm, latents, ropes, end)
+    check_latent_append_arguments(compressed, cos, sin, norm, latents, ropes, end)
     latent, key = compressed.split((latents.shape[2], ropes.shape[2]), dim=1)
-    latent, key = rms_norm(latent, norm, eps)[:, None, None], _turned(key[:, None], cos, sin, True)[:, None]
+    latent, key = rms_norm(latent, norm, eps)[:, None, None], turned(key[:, None], cos, sin, True)[:, None]
     append_states(latents[:, None], ropes[:, None], latent, key, end)
-    return _turned(queries, cos, sin, True)
 
 
 def index_append(
-    queries: torch.Tensor,
     key: torch.Tensor,
-    weights: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     norm: torch.Tensor,
@@ -113,17 +98,14 @@ def index_append(
     end: torch.Tensor,
     *,
     eps: float,
-    share: float,
     interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the indexer asks of one new token a batch row, as `index_topk` takes it: its queries after RoPE, [B, I, E],
-    and fp32 weights times `share`, [B, I]; its key, after a layer norm and RoPE, goes to column end - 1 of `keys`.
+) -> None:
+    """The indexer's key of one new token a batch row, after a layer norm and RoPE, goes to column end - 1 of `keys`.
 
     Rounded to the dtype where transformers' modules round: what the norm gives, every product of RoPE, and their sum.
 
     Args:
-        queries: [B, I * E].  key: [B, E].  weights: [B, I], any float dtype.
-        cos, sin: [B, A] or [1, A], A channels of a head are rotated, the first ones; both halves hold the same angles.
+        key: [B, E].  cos, sin: [B, A] or [1, A], the first A channels are rotated; both halves hold the same angles.
         norm, bias: [E], of the layer norm (with `eps`).  keys: [B, T, E].
         end: [B] integer, 1 .. T, which isn't checked: on the device.
         interleaved: channels 2i and 2i + 1 are rotated together, and come out as i and i + A/2; else i and i + A/2 are.
@@ -131,13 +113,36 @@ def index_append(
     Raises:
         ValueError: shapes, dtypes or devices outside the above.
     """
-    check_index_append_arguments(queries, key, weights, cos, sin, norm, bias, keys, end)
-    dim = keys.shape[2]
+    check_index_append_arguments(key, cos, sin, norm, bias, keys, end)
     wide = key.float()
     spread = wide - wide.mean(dim=1, keepdim=True)
     spread = spread * torch.rsqrt(spread.pow(2).mean(dim=1, keepdim=True) + eps)
     key = (spread * norm.float() + bias.float()).to(key.dtype)
-    held, new = keys[:, None], _turned(key[:, None], cos, sin, interleaved)[:, None]
+    held, new = keys[:, None], turned(key[:, None], cos, sin, interleaved)[:, None]
     append_states(held, held[..., :0], new, new[..., :0], end)
-    asked = queries.reshape(queries.shape[0], weights.shape[1], dim)
-    return _turned(asked, cos, sin, interleaved), weights.float() * share
+
+
+def index_queries(
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    share: float,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the indexer asks of one new token a batch row, as `index_topk` takes it: its queries after RoPE, [B, I, E],
+    and fp32 weights times `share`, [B, I].
+
+    Rounded to the dtype where transformers' modules round: every product of RoPE, and their sum.
+
+    Args:
+        queries: [B, I, E].  weights: [B, I], any float dtype.
+        cos, sin: [B, A] or [1, A], A channels of a head are rotated, the first ones; both halves hold the same angles.
+        interleaved: as of `index_append`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices outside the above.
+    """
+    check_index_queries_arguments(queries, weights, cos, sin)
+    return turned(queries, cos, sin, interleaved), weights.float() * share

@@ -17,6 +17,25 @@ def check_angles(
         raise ValueError(f"cos: expected an even number of at most {letter}{most} channels, got {cos.shape[1]}")
 
 
+def check_all_angles(cos: torch.Tensor, sin: torch.Tensor, batch: int, rotated: int, like: torch.Tensor) -> None:
+    """The same for heads whose `rotated` channels are all rotated."""
+    check_angles(cos, sin, batch, rotated, like)
+    if cos.shape[1] != rotated:
+        raise ValueError(f"cos: expected A = {rotated} channels, got {cos.shape[1]}")
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [B, heads, dim] rotated in its first A channels. The first of each pair come first, then the second."""
+    half = cos.shape[1] // 2
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        one, two = turning[..., 0::2], turning[..., 1::2]
+    else:
+        one, two = turning[..., :half], turning[..., half:]
+    c, s = cos[:, None, :half], sin[:, None, :half]
+    return torch.cat([one * c - two * s, two * c + one * s, rest], dim=-1)
+
+
 def check_rotate_arguments(
     states: torch.Tensor,
     cos: torch.Tensor,

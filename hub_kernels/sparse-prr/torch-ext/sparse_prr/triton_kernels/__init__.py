@@ -10,7 +10,7 @@ from .attend import block_partials
 from .forced import forced_blocks
 from .index import index_scores, index_topk
 from .latent import latent_attention
-from .latent_states import index_append, latent_append
+from .latent_states import index_append, index_queries, latent_append
 from .linear import grouped_linear
 from .masked import masked_attention
 from .merge import merge_partials, repair_merge
@@ -32,6 +32,7 @@ __all__ = [
     "grouped_linear",
     "gvr_topk",
     "index_append",
+    "index_queries",
     "index_scores",
     "index_topk",
     "infllm_scores",

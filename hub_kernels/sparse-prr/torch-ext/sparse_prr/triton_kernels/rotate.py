@@ -11,6 +11,37 @@ from .tile import padded
 
 
 @triton.jit
+def sources(d, A: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of channel d of a rotated head, the first of each pair in front: the channels that make it, and its angle."""
+    half: tl.constexpr = A // 2
+    second = (d >= half).to(tl.int32)
+    angle = d - second * half
+    if INTERLEAVED:
+        own, partner = 2 * angle + second, 2 * angle + 1 - second
+    else:
+        own, partner = d, angle + (1 - second) * half
+    return tl.where(d < A, own, d), tl.where(d < A, partner, d), angle
+
+
+@triton.jit
+def angles_at(cos, sin, c_a, n_a, angle, there):
+    c = tl.load(cos + angle * c_a, mask=there, other=0.0).to(tl.float32)
+    return c, tl.load(sin + angle * n_a, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotated(own, partner, c, s, d, A: tl.constexpr, dtype: tl.constexpr):
+    """Channel d of what `sources` says. To be launched with `enable_fp_fusion=False`: every product is rounded."""
+    along, across = rounded(own * c, dtype), rounded(partner * s, dtype)
+    return tl.where(d < A, along + tl.where(d < A // 2, -across, across), own).to(dtype)
+
+
+def shared(*angles: torch.Tensor) -> list[int]:
+    """Strides of angles, which may be one row's for all."""
+    return [stride for each in angles for stride in (0 if each.shape[0] == 1 else each.stride(0), each.stride(1))]
+
+
+@triton.jit
 def _rotate(
     states, cos, sin, keys, values, end, query_norm, key_norm, query, eps, QH, H,
     s_b, s_y, c_b, c_a, n_b, n_a, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, e_b,
@@ -79,10 +110,9 @@ def rotate_append(
     if batch == 0 or count + heads == 0:
         return query
     norms = [keys if norm is None else norm.contiguous() for norm in (query_norm, key_norm)]
-    shared = [0 if angle.shape[0] == 1 else angle.stride(0) for angle in (cos, sin)]
     _rotate[(count + 2 * heads, batch)](
         states, cos, sin, keys, values, end, *norms, query, eps, count, heads,
-        *states.stride(), shared[0], cos.stride(1), shared[1], sin.stride(1), *keys.stride(), *values.stride(),
+        *states.stride(), *shared(cos, sin), *keys.stride(), *values.stride(),
         *end.stride(), A=cos.shape[1], DK=dim, DV=wide, DP=padded(max(dim, wide)), INTERLEAVED=interleaved,
         QUERY_NORM=query_norm is not None, KEY_NORM=key_norm is not None,
         **options(keys, num_warps=1, enable_fp_fusion=False),

@@ -7,14 +7,15 @@ import triton.language as tl
 from ..reference.tally import check_tally_arguments
 from .launch import options, wait_for_previous
 
-# Guesses that are compared one by one; of more a bisection finds one. 2048 by 2048 pairs took most of a step's 1033 us
-_PAIRS = 256
-_TAKEN = 1024  # chosen ids at a time, of a bisection
+# Ids of a list at a time: of most lists all, so that their loads are on their way at once. More threads than one for
+# eight ids would need half of a multiprocessor to be free, beside what fills them
+_TAKEN, _OF_A_THREAD = 2048, 8
 
 
 @triton.jit
 def _found(guesses, p_k, J, steps, block):
-    """Which of `block` are among J ascending ids, -1 last."""
+    """Which of `block` are among J ascending ids, -1 last. A bisection: 2048 by 2048 pairs took most of a step's
+    1033 us."""
     low = tl.zeros_like(block)
     high = low + J
     for _ in range(steps):
@@ -24,55 +25,51 @@ def _found(guesses, p_k, J, steps, block):
         right = open_ & (value >= 0) & (value < block)
         low, high = tl.where(right, middle + 1, low), tl.where(open_ & ~right, middle, high)
     value = tl.load(guesses + low * p_k, mask=low < J, other=-1)
-    return ((value == block) & (block >= 0)).to(tl.int32)
+    return (value == block) & (block >= 0)
 
 
 @triton.jit
 def _tally(
-    selected, free, predicted, importance, last, numbers, first, A, K, J, steps,
+    selected, free, predicted, importance, last, numbers, first, A, K, J, most, steps,
     a_b, a_h, a_k, f_b, f_h, f_k, p_b, p_h, p_k, i_b, i_h, i_n, e_b, H,
-    KT: tl.constexpr, JT: tl.constexpr, SCORED: tl.constexpr, BISECTS: tl.constexpr, PDL: tl.constexpr,
+    KT: tl.constexpr, SCORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One row: ids are counted and weights summed in their lanes, and lanes are added up once, at the end."""
     wait_for_previous(PDL)
-    h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    k, j = tl.arange(0, KT), tl.arange(0, JT)
-    attended, chosen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    guesses, hits = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    total, share = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    for begin in range(0, A, KT):
-        block = tl.load(selected + b * a_b + h * a_h + (begin + k) * a_k, mask=begin + k < A, other=-1)
-        attended += tl.sum((block >= 0).to(tl.int32), axis=0)
-    for begin in range(0, J, JT):
-        guess = tl.load(predicted + b * p_b + h * p_h + (begin + j) * p_k, mask=begin + j < J, other=-1)
-        guesses += tl.sum((guess >= 0).to(tl.int32), axis=0)
-    for begin in range(0, K, KT):
-        block = tl.load(free + b * f_b + h * f_h + (begin + k) * f_k, mask=begin + k < K, other=-1)
-        hit = tl.zeros([KT], tl.int32)
-        if BISECTS:
-            hit = _found(predicted + b * p_b + h * p_h, p_k, J, steps, block)
-        else:
-            for first_guess in range(0, J, JT):
-                inside = first_guess + j < J
-                guess = tl.load(predicted + b * p_b + h * p_h + (first_guess + j) * p_k, mask=inside, other=-1)
-                equal = (block[:, None] == guess[None, :]) & (block >= 0)[:, None]
-                hit = hit | tl.max(equal.to(tl.int32), axis=1)
-        chosen += tl.sum((block >= 0).to(tl.int32), axis=0)
-        hits += tl.sum(hit, axis=0)
+    h, b, k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, KT)
+    selected += b * a_b + h * a_h
+    free += b * f_b + h * f_h
+    predicted += b * p_b + h * p_h
+    importance += b * i_b + h * i_h
+    attended, chosen, guesses, hits = (tl.zeros([KT], tl.int32),) * 4
+    total, share = (tl.zeros([KT], tl.float64),) * 2
+    for begin in range(0, most, KT):
+        at = begin + k
+        kept = tl.load(selected + at * a_k, mask=at < A, other=-1)
+        block = tl.load(free + at * f_k, mask=at < K, other=-1)
+        guess = tl.load(predicted + at * p_k, mask=at < J, other=-1)
         if SCORED:
-            at = importance + b * i_b + h * i_h + block.to(tl.int64) * i_n
-            weight = tl.load(at, mask=block >= 0, other=0.0).to(tl.float64)
-            total += tl.sum(weight, axis=0)
-            share += tl.sum(weight * hit.to(tl.float64), axis=0)
-    asked = ((total > 0) & (guesses > 0)).to(tl.float64)
-    share = tl.where(asked > 0, share / tl.where(total > 0, total, 1.0), 0.0)
+            weight = tl.load(importance + block.to(tl.int64) * i_n, mask=block >= 0, other=0.0).to(tl.float64)
+        hit = _found(predicted, p_k, J, steps, block)
+        attended += (kept >= 0).to(tl.int32)
+        chosen += (block >= 0).to(tl.int32)
+        guesses += (guess >= 0).to(tl.int32)
+        hits += hit.to(tl.int32)
+        if SCORED:
+            total += weight
+            share += tl.where(hit, weight, 0.0)
+    guessed, found = tl.sum(guesses, axis=0), tl.sum(hits, axis=0)
+    whole, part = tl.sum(total, axis=0), tl.sum(share, axis=0)
+    asked = ((whole > 0) & (guessed > 0)).to(tl.float64)
+    part = tl.where(asked > 0, part / tl.where(whole > 0, whole, 1.0), 0.0)
     scored = tl.maximum(tl.load(last + b * e_b).to(tl.int64) - first, 0)
     to = numbers + (b * H + h) * 7  # this program's alone: no atomics
-    tl.store(to, tl.load(to) + (attended + guesses - hits).to(tl.float64))
+    tl.store(to, tl.load(to) + (tl.sum(attended, axis=0) + guessed - found).to(tl.float64))
     tl.store(to + 1, tl.load(to + 1) + scored.to(tl.float64))
-    tl.store(to + 2, tl.load(to + 2) + hits.to(tl.float64))
-    tl.store(to + 3, tl.load(to + 3) + chosen.to(tl.float64))
-    tl.store(to + 4, tl.load(to + 4) + guesses.to(tl.float64))
-    tl.store(to + 5, tl.load(to + 5) + share)
+    tl.store(to + 2, tl.load(to + 2) + found.to(tl.float64))
+    tl.store(to + 3, tl.load(to + 3) + tl.sum(chosen, axis=0).to(tl.float64))
+    tl.store(to + 4, tl.load(to + 4) + guessed.to(tl.float64))
+    tl.store(to + 5, tl.load(to + 5) + part)
     tl.store(to + 6, tl.load(to + 6) + asked)
 
 
@@ -91,12 +88,12 @@ def tally(
     scored = importance is not None and importance.shape[2] > 0
     weights = free if importance is None else importance
     guesses = predicted.shape[2]
-    taken = 64 if guesses <= _PAIRS else min(_TAKEN, max(64, triton.next_power_of_2(slots)))
+    most = max(selected.shape[2], slots, guesses)
+    taken = min(_TAKEN, max(64, triton.next_power_of_2(most)))
     if numbers.numel():
         _tally[(heads, batch)](
             selected, free, predicted, weights, last, numbers, first,
-            selected.shape[2], slots, guesses, guesses.bit_length(),
+            selected.shape[2], slots, guesses, most, guesses.bit_length(),
             *selected.stride(), *free.stride(), *predicted.stride(), *weights.stride(), *last.stride(), heads,
-            KT=taken, JT=64, SCORED=scored, BISECTS=guesses > _PAIRS,
-            **options(free, num_warps=4 if guesses <= _PAIRS else 8),
+            KT=taken, SCORED=scored, **options(free, num_warps=max(1, taken // (32 * _OF_A_THREAD))),
         )  # fmt: skip
