@@ -21,18 +21,20 @@ from hf_sparse_prr.dense import without_cudnn
 from hf_sparse_prr.evidence.settings import Setting
 from hf_sparse_prr.evidence.subjects import Subject
 from hf_sparse_prr.hooks import cache_argument
+from hf_sparse_prr.report import TraceEntry
 
 _CHUNK = 512  # prompt tokens a forward
 
 
 class Decoded(NamedTuple):
     """ids: int64 [B, n], of the tokens decoded.  digest: sha256 of all their logits' bits.  stats: of the patch, None
-    for dense.  logits: fp32 [B, n, V] where they were asked for."""
+    for dense.  logits: fp32 [B, n, V] where they were asked for.  trace: where `trace=True` was asked for."""
 
     ids: torch.Tensor
     digest: str
     stats: dict[str, Any] | None
     logits: torch.Tensor | None
+    trace: list[TraceEntry]
 
 
 class Rows:
@@ -63,9 +65,9 @@ class Rows:
                     kept.append(logits)
                 token = logits.argmax(-1) if self.chosen[at + 1] else self.ids[:, at + 1]
                 found.append(token)
-            stats = None if handle is None else handle.stats()
+            stats, trace = (None, []) if handle is None else (handle.stats(), handle.trace)
         ids = torch.stack(found, dim=1).cpu()
-        return Decoded(ids, digest.hexdigest(), stats, torch.stack(kept, dim=1) if keep else None)
+        return Decoded(ids, digest.hexdigest(), stats, torch.stack(kept, dim=1) if keep else None, trace)
 
     @contextmanager
     def _patched(self, setting: Setting, more: dict[str, Any]) -> Iterator[Any]:
