@@ -24,6 +24,7 @@ from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.report import TraceEntry
 
 _CHUNK = 512  # prompt tokens a forward
+_INDEXED_CHUNK = 128  # stock's indexer copies the index keys for each of them: 2 GiB for 16 rows of 4K
 
 
 class Decoded(NamedTuple):
@@ -95,6 +96,9 @@ class Rows:
     def _prefill(self, cache: Any) -> Any:
         if isinstance(cache, SparseCache):
             cache.prompt_length = self.begin
-        for chunk in self.ids[:, : self.begin].split(_CHUNK, dim=1):
+        indexed = self.subject.indexed
+        for chunk in self.ids[:, : self.begin].split(_INDEXED_CHUNK if indexed else _CHUNK, dim=1):
             self.subject.model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
+            if indexed and chunk.is_cuda:  # each chunk takes more than the last: what is kept of that is of no use
+                torch.cuda.empty_cache()
         return cache
