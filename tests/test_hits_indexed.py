@@ -29,7 +29,8 @@ def test_windows_average_to_the_whole(found):
     assert [each["step"] for each in steady] == [0, 8, 16, 24] and found["topic"]["at"] == 16
     assert sum(each["ema"] for each in steady) / 4 == pytest.approx(found["stats"]["rate"], abs=1e-3)
     assert found["topic"]["switched"] != steady
-    assert found["drift"][1] == pytest.approx(found["mean"]["1"]["last"]["rate"], abs=1e-3)
+    assert sum(each["last"] for each in steady) / 4 == pytest.approx(found["mean"]["1"]["last"]["rate"], abs=1e-3)
+    assert found["drift"][1] == pytest.approx(found["mean"]["1"]["last"]["rate"] * 32 / 31, abs=1e-3)  # but the first
     assert list(found["drift"]) == [1, 2, 4, 8, 16]
 
 
@@ -41,7 +42,8 @@ def test_reuse_is_counted_by_hand():
     trace = [entry(0, [-1], [1, 2, 3, 4]), entry(1, [1, 2], [2, 3, 4, 9]), entry(2, [2, 9, -1], [2, 9, 1, 7])]
     steps = hits_indexed._steps_of(Decoded(torch.empty(0), "", None, None, trace))
     assert hits_indexed._overlap(steps[2], 1) == 5 / 8 and hits_indexed._overlap(steps[2], 2) == 2 / 4
-    assert hits_indexed._windows(steps) == [{"step": 0, "ema": round(3 / 12, 4), "last": round(5 / 8, 4)}]
+    assert hits_indexed._windows(steps) == [{"step": 0, "ema": round(3 / 12, 4), "last": round(5 / 12, 4)}]
+    assert hits_indexed._reuse(steps[2], 2) == 2 / 4
 
 
 def test_a_model_without_an_indexer_is_refused():

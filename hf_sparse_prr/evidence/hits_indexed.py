@@ -46,7 +46,7 @@ def indexed_study(
             if each["layer"] in steady:
                 layers.setdefault(each["layer"], {})[f"{delta:g}"] = {"ema": _pair(each)}
     for layer, found in layers.items():
-        found["1"]["last"] = {"rate": _overlap(steady[layer], 1)}
+        found["1"]["last"] = {"rate": _reuse(steady[layer])}
     stats = runs[1.0].stats
     assert stats is not None
     return {
@@ -81,6 +81,13 @@ def _overlap(steps: list[tuple[set[int], set[int]]], lag: int) -> float:
     return round(sum(len(now & before) for now, before in pairs) / sum(len(now) for now, _ in pairs), 4)
 
 
+def _reuse(steps: list[tuple[set[int], set[int]]], begin: int = 0) -> float:
+    """What reuse of the last step hits from step `begin` on: nothing in the very first, as the EMA."""
+    before = [set(), *(chosen for _, chosen in steps)]
+    pairs = [(chosen, last) for (_, chosen), last in zip(steps, before, strict=False)][begin:]
+    return round(sum(len(chosen & last) for chosen, last in pairs) / sum(len(chosen) for chosen, _ in pairs), 4)
+
+
 def _windows(steps: Steps) -> list[dict[str, float]]:
     """EMA and last step by windows of steps, the mean over layers."""
     found = []
@@ -90,7 +97,7 @@ def _windows(steps: Steps) -> list[dict[str, float]]:
             part = each[begin : begin + WINDOW]
             selected = sum(len(chosen) for _, chosen in part)
             ema.append(sum(len(predicted & chosen) for predicted, chosen in part) / selected)
-            last.append(_overlap(each[max(0, begin - 1) : begin + WINDOW], 1))
+            last.append(_reuse(each[: begin + WINDOW], begin))
         found.append({"step": begin, "ema": _average(ema), "last": _average(last)})
     return found
 
