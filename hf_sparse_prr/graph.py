@@ -83,8 +83,8 @@ def _by_dtype(leaves: list[Any]) -> list[list[torch.Tensor]]:
 
 
 class _Graph(NamedTuple):
-    """A captured tail. inputs: what it reads, dtype by dtype.  output: what it writes.  steps: hold the priors that it reads and
-    writes.  bytes: that it keeps."""
+    """A captured tail. inputs: what it reads, dtype by dtype.  output: what it writes.  steps: hold the priors that it
+    reads and writes.  bytes: that it keeps."""
 
     replay: Replay
     inputs: list[list[torch.Tensor]]
