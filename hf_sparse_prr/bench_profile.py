@@ -124,8 +124,7 @@ def bench_profile(
 ) -> Profile:
     """The profile of that shape, selector and device, of the contexts that are longer than the budget, at hit rates
     that are the shares `hits` of what a ratio has room for. K/V are random and hit rates forced, as in `bench_segment`;
-    on a GPU each time is that of a CUDA graph over layers whose K/V come from memory, the median of `rounds`
-    replays.
+    on a GPU each time is that of a CUDA graph over layers whose K/V come from memory, the median of `rounds` replays.
 
     Raises:
         ValueError: a shape, context, ratio or setting that can't be.  KernelError: kernels that can't be loaded.

@@ -77,10 +77,10 @@ def test_the_folder_of_another_run_is_refused(found, folder):
         evaluate(Grid(**{**SMALL.__dict__, "episodes": 4}), folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "glm4", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "deepseek_v32", "glm_moe_dsa"])
 def test_sparse_answers_as_dense_does(family, tmp_path):
     grid = Grid(models=(f"tiny:{family}",), tasks=("needle_multi_query",), lengths=(1024,), episodes=4,
-                budgets=("1/4",), block_sizes=(16,), dense_layers=0)  # fmt: skip
+                budgets=("1/4",), block_sizes=(16,))  # fmt: skip
     cells = evaluate(grid, tmp_path)["cells"]
     assert [cell["accuracy"] for cell in cells] == [1.0, 1.0, 1.0]
     assert differing(cells) == (1, [])

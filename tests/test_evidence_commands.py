@@ -150,8 +150,17 @@ def test_hit_rates_writes_its_data(tmp_path):
     assert found["free_blocks"] == 5 and list(found["layers"]) == ["2", "3"] and trace.is_file()
     assert found["command"].startswith("hf-sparse-prr") and "tiny:llama: hit rates, 512 tokens and 32" in result.stdout
     assert json.loads(call("hit-rates", *options, "--json").stdout)["layers"] == found["layers"]
-    refused = call("hit-rates", "--model", "tiny:deepseek_v32", *options)
-    assert refused.exit_code == 2 and "expected one that selects blocks" in refused.stderr
+
+
+def test_hit_rates_of_an_indexer_are_of_tokens(tmp_path):
+    options = ["--model", "tiny:deepseek_v32", "--length", 640, "--steps", 32, "--output", tmp_path / "h.json"]
+    result = call("hit-rates", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "h.json").read_text())
+    assert found["selected_tokens"] == 512 and found["selector"] == "dsa" and "free_blocks" not in found
+    assert "512 tokens selected a step" in result.stdout and "topic changes at step 16" in result.stdout
+    refused = call("hit-rates", *options, "--trace", tmp_path / "t.safetensors")
+    assert refused.exit_code == 2 and "--trace: expected none for tiny:deepseek_v32" in refused.stderr
 
 
 def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):

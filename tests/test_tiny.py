@@ -1,18 +1,31 @@
 """The tiny models of the package: there, small, loadable, and they answer."""
 
+import json
+
 import pytest
 import torch
 
 from hf_sparse_prr.evidence.exact import episodes_of, forced_accuracy
+from hf_sparse_prr.evidence.making import card
 from hf_sparse_prr.evidence.tasks import Bytes
 from hf_sparse_prr.evidence.tiny import _MODELS, FAMILIES, load_tiny, trained
 
 pytestmark = pytest.mark.compat
 
 
-def test_four_families_have_weights_of_a_few_megabytes():
-    assert set(trained()) == {"llama", "qwen3", "glm4", "deepseek_v32"}
-    assert sum(path.stat().st_size for path in _MODELS.rglob("*")) < 15e6
+def test_every_family_has_weights_of_a_few_megabytes_and_a_card():
+    assert set(trained()) == set(FAMILIES) == {"llama", "qwen3", "glm4", "deepseek_v32", "glm_moe_dsa"}
+    for family in FAMILIES:
+        assert (_MODELS / family / "model.safetensors").stat().st_size < 4e6
+        card = (_MODELS / family / "README.md").read_text()
+        assert all(word in card for word in ("license: apache-2.0", "**Data.**", "**Training.**", "**Accuracy**"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_card_says_what_was_measured(family):
+    found = json.loads((_MODELS / family / "training.json").read_text())
+    assert card(found) == (_MODELS / family / "README.md").read_text()
+    assert found["episodes"] >= 64 and set(found["accuracy"]) == {"1024", "4096", "16384"}
 
 
 @pytest.mark.parametrize("family", trained())
@@ -28,7 +41,6 @@ def test_a_model_answers(family):
     assert forced_accuracy(logits, episodes, torch.device("cpu"), rows=4) == 1.0
 
 
-@pytest.mark.parametrize("family", ["gpt2", *(set(FAMILIES) - set(trained()))])
-def test_weights_that_are_not_there_are_refused(family):
-    with pytest.raises(ValueError, match=rf"family: expected one of llama, .*, got '{family}'"):
-        load_tiny(family)
+def test_weights_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="family: expected one of llama, .*, got 'gpt2'"):
+        load_tiny("gpt2")

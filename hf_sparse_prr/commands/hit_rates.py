@@ -16,14 +16,16 @@ from rich.text import Text
 
 from hf_sparse_prr.commands.arguments import check_device, one_line_refusals, tokens_of, writable
 from hf_sparse_prr.commands.tables import percent, say
-from hf_sparse_prr.commands.terminal import EXIT_FETCH, EXIT_MODEL, Bar, CommandError, one_line_errors
+from hf_sparse_prr.commands.terminal import EXIT_FETCH, EXIT_MODEL, EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.demo.loading import LoadError
 from hf_sparse_prr.demo.smollm2 import FetchError
 from hf_sparse_prr.evidence.evaluate import environment
 from hf_sparse_prr.evidence.hits import DELTAS, study
+from hf_sparse_prr.evidence.hits_indexed import indexed_study
 from hf_sparse_prr.evidence.settings import Setting, budget_of
 from hf_sparse_prr.evidence.store import write
 from hf_sparse_prr.evidence.subjects import load_subject
+from hf_sparse_prr.indexed import indexer_of
 
 
 def hit_rates(
@@ -42,7 +44,8 @@ def hit_rates(
     """Hit rates by layer, KV head, surplus and weighting: EMA against reuse of the last step, calibrated against
     default, and what a change of topic does.
 
-    Forced blocks are not counted. `last` predicts as many blocks as the EMA, the best of the last step.
+    Models with an indexer: of tokens, from statistics and selections, by layer. Forced blocks are not counted.
+    `last` predicts as many blocks as the EMA, the best of the last step.
 
     Exit codes: 0 done, 2 wrong argument, 3 no such model, 4 not fetched, 130 stopped.
     """
@@ -56,16 +59,24 @@ def hit_rates(
         try:
             with Bar(notes) as bar:
                 subject = load_subject(model, torch.float32, device, bar)
-                found, kept = study(subject, tokens, steps, setting, progress=bar)
+                indexer, kept = indexer_of(subject.model.config), None
+                if indexer is not None:
+                    if trace is not None:
+                        raise CommandError(f"--trace: expected none for {model}, whose scores aren't kept", EXIT_USAGE)
+                    setting, selected = Setting("prr", "dsa"), {"selected_tokens": indexer.topk}
+                    found = indexed_study(subject, tokens, steps, progress=bar)
+                else:
+                    found, kept = study(subject, tokens, steps, setting, progress=bar)
+                    selected = {"free_blocks": kept.free}
         except LoadError as error:
             raise CommandError(error, EXIT_MODEL) from error
         except FetchError as error:
             raise CommandError(error, EXIT_FETCH) from error
-        asked = {"model": model, "length": tokens, "steps": steps, "free_blocks": kept.free, **setting._asdict()}
+        asked = {"model": model, "length": tokens, "steps": steps, **selected, **setting._asdict()}
         command = shlex.join(["hf-sparse-prr", *sys.argv[1:]])
         found = {"command": command, "environment": environment(device), **asked, **found}
         write(output, found)
-        if trace is not None:
+        if kept is not None and trace is not None:
             kept.save(writable(trace, "--trace").with_name(trace.name))
         if as_json:
             print(json.dumps(found))
@@ -74,26 +85,35 @@ def hit_rates(
 
 
 def _show(out: Console, found: dict[str, Any]) -> None:
-    say(out, found["command"], f"{found['free_blocks']} blocks of {found['block_size']} selected a step")
+    indexed = "selected_tokens" in found
+    what = (
+        f"{found['selected_tokens']} tokens" if indexed else f"{found['free_blocks']} blocks of {found['block_size']}"
+    )
+    say(out, found["command"], f"{what} selected a step")
     columns = [f"{name}\nx{delta:g}" for delta in DELTAS for name in ("EMA", "last", "EMA,\nby score")]
     title = f"{found['model']}: hit rates, {found['length']} tokens and {found['steps']}"
     table = Table("layer", *columns, title=Text(title))  # elsewhere ":llama:" is an emoji
     for layer, rates in [*found["layers"].items(), ("mean", found["mean"])]:
         cells = []
         for delta in (f"{delta:g}" for delta in DELTAS):
-            ema, last = rates[delta]["ema"], rates[delta]["last"]
-            cells += [percent(each, 1) for each in (ema["rate"], last["rate"], ema["weighted"])]
+            ema, last = rates[delta]["ema"], rates[delta].get("last", {})
+            cells += [percent(each, 1) for each in (ema["rate"], last.get("rate"), ema["weighted"])]
         table.add_row(str(layer), *cells)
     out.print(table)
+    say(
+        out,
+        "selected again after so many steps: "
+        + ", ".join(f"{lag}: {rate:.1%}" for lag, rate in found["drift"].items()),
+        "windows of 8 steps, EMA, steady: " + _line(found["topic"]["steady"]),
+        f"topic changes at step {found['topic']['at']}: " + _line(found["topic"]["switched"]),
+    )
+    if indexed:
+        return
     chosen = found["mean"]["calibrated"]
     say(
         out,
         "on the last three quarters: "
         + ", ".join(f"{name} {rates['rate']:.1%} ({rates['weighted']:.1%} weighted)" for name, rates in chosen.items()),
-        "selected again after so many steps: "
-        + ", ".join(f"{lag}: {rate:.1%}" for lag, rate in found["drift"].items()),
-        "windows of 8 steps, EMA, steady: " + _line(found["topic"]["steady"]),
-        f"topic changes at step {found['topic']['at']}: " + _line(found["topic"]["switched"]),
         f"scores moved by {found['shift']['blocks']} blocks, by step: " + _line(found["shift"]["ema"]),
     )
 

@@ -21,18 +21,21 @@ from hf_sparse_prr.dense import without_cudnn
 from hf_sparse_prr.evidence.settings import Setting
 from hf_sparse_prr.evidence.subjects import Subject
 from hf_sparse_prr.hooks import cache_argument
+from hf_sparse_prr.report import TraceEntry
 
 _CHUNK = 512  # prompt tokens a forward
+_INDEXED_CHUNK = 128  # stock's indexer copies the index keys for each of them: 2 GiB for 16 rows of 4K
 
 
 class Decoded(NamedTuple):
     """ids: int64 [B, n], of the tokens decoded.  digest: sha256 of all their logits' bits.  stats: of the patch, None
-    for dense.  logits: fp32 [B, n, V] where they were asked for."""
+    for dense.  logits: fp32 [B, n, V] where they were asked for.  trace: where `trace=True` was asked for."""
 
     ids: torch.Tensor
     digest: str
     stats: dict[str, Any] | None
     logits: torch.Tensor | None
+    trace: list[TraceEntry]
 
 
 class Rows:
@@ -63,9 +66,9 @@ class Rows:
                     kept.append(logits)
                 token = logits.argmax(-1) if self.chosen[at + 1] else self.ids[:, at + 1]
                 found.append(token)
-            stats = None if handle is None else handle.stats()
+            stats, trace = (None, []) if handle is None else (handle.stats(), handle.trace)
         ids = torch.stack(found, dim=1).cpu()
-        return Decoded(ids, digest.hexdigest(), stats, torch.stack(kept, dim=1) if keep else None)
+        return Decoded(ids, digest.hexdigest(), stats, torch.stack(kept, dim=1) if keep else None, trace)
 
     @contextmanager
     def _patched(self, setting: Setting, more: dict[str, Any]) -> Iterator[Any]:
@@ -93,6 +96,9 @@ class Rows:
     def _prefill(self, cache: Any) -> Any:
         if isinstance(cache, SparseCache):
             cache.prompt_length = self.begin
-        for chunk in self.ids[:, : self.begin].split(_CHUNK, dim=1):
+        indexed = self.subject.indexed
+        for chunk in self.ids[:, : self.begin].split(_INDEXED_CHUNK if indexed else _CHUNK, dim=1):
             self.subject.model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
+            if indexed and chunk.is_cuda:  # each chunk takes more than the last: what is kept of that is of no use
+                torch.cuda.empty_cache()
         return cache

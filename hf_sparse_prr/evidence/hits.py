@@ -33,7 +33,7 @@ def study(
     Text models continue text; the tiny ones copy one span, or two. Returns what was found, and the trace of the first.
 
     Raises:
-        ValueError: a model with an indexer: its scores are no selector's.
+        ValueError: a model with an indexer: its scores are no selector's; `indexed_study` is for it.
     """
     if subject.indexed:
         raise ValueError(f"model: expected one that selects blocks, got {subject.name}, which has an indexer")
@@ -41,7 +41,7 @@ def study(
     steady = continued(subject, length, steps, seed, switched=False)
     trace, stats = _decode(subject, steady, steps, setting)
     progress("decode, calibrated by its prompt", 0, None)
-    own = _rows(subject, steady, steps, own_prompt=True).decode(setting, ema="calibrate").stats
+    own = rows_of(subject, steady, steps, own_prompt=True).decode(setting, ema="calibrate").stats
     assert own is not None
     progress("decode, a change of topic", 0, None)
     turned, _ = _decode(subject, continued(subject, length, steps, seed, switched=True), steps, setting)
@@ -76,13 +76,13 @@ def continued(subject: Subject, length: int, steps: int, seed: int, switched: bo
     return ids
 
 
-def _rows(subject: Subject, ids: list[int], steps: int, own_prompt: bool) -> Rows:
+def rows_of(subject: Subject, ids: list[int], steps: int, own_prompt: bool) -> Rows:
     given = torch.zeros(len(ids), dtype=torch.bool)
     return Rows(subject, torch.tensor([ids]), len(ids) - steps - 1, given, own_prompt)
 
 
 def _decode(subject: Subject, ids: list[int], steps: int, setting: Setting) -> tuple[Trace, dict[str, Any]]:
-    rows = _rows(subject, ids, steps, own_prompt=False)
+    rows = rows_of(subject, ids, steps, own_prompt=False)
     rows.read()
     with recorded(setting.selector) as seen:
         stats = rows.decode(setting, ema=DEFAULT_EMA).stats

@@ -50,7 +50,8 @@ def make(
     model.to(torch.bfloat16).save_pretrained(folder)
     # What is measured is what anyone can load: the model here has RoPE's frequencies in bfloat16 as well by now, and
     # with those qwen3 finds nothing in 16K
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.to(device)
     found = {
         "family": family,
         "parameters": sum(each.numel() for each in model.parameters()),

@@ -55,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": dict(_GROUPED, rope_parameters={**_ROPE, "partial_rotary_factor": 0.5}),
     "deepseek_v32": dict(_INDEXED, rope_parameters=_ROPE),
     # As in GLM-5 some layers take the tokens of the layer before. Not the second: what the first layer sees of a token
-    # can't tell what the second looks for, and with those shared .0 to .4 of the answers were right (H200, five minutes)
+    # can't tell what the second looks for, and with those shared 0 to .4 of the answers were right (H200, 5 minutes)
     "glm_moe_dsa": dict(_INDEXED, rope_parameters=_ROPE, indexer_types=["full", "full", "full", "shared"]),
 }
 

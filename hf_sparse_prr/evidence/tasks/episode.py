@@ -51,11 +51,13 @@ def assemble(
     exchanges: Sequence[Exchange],
     hay: Iterator[list[int]],
     scored: int = 1,
+    apart: int = 0,
 ) -> Episode:
     """The head, hay with the pieces in it, then the exchanges: `length` tokens in all, answers included.
 
     Pieces stand between two sentences of hay, in the order of their depth (equal ones as given). The first sentences
-    are cut to make the length exact. ValueError where the rest alone is longer.
+    are cut to make the length exact. `apart` sentences at least stand between the last piece and the questions, where
+    there are so many. ValueError where the rest alone is longer.
     """
     tail = sum(len(part) for exchange in exchanges for part in exchange)
     room = length - len(head) - tail - sum(len(piece.ids) for piece in pieces)
@@ -68,9 +70,9 @@ def assemble(
         filled += len(sentences[-1])
     cut = filled - room
     ids, needles, ordered = list(head), [], sorted(pieces, key=lambda piece: piece.depth)
-    at = 0
+    at, places = 0, max(0, len(sentences) - apart)
     for count in range(len(sentences) + 1):
-        while at < len(ordered) and ordered[at].depth * len(sentences) <= count:
+        while at < len(ordered) and ordered[at].depth * places <= count:
             if ordered[at].asked:
                 needles.append(len(ids))
             ids += ordered[at].ids

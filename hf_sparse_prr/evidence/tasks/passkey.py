@@ -11,11 +11,16 @@ from hf_sparse_prr.evidence.tasks.forms import Form
 
 
 def passkey(form: Form, rng: random.Random, length: int, depth: float | None = None) -> Episode:
-    """A key of five digits, at `depth` (None: anywhere)."""
+    """A key of five digits, at `depth` (None: anywhere).
+
+    A sentence stands between a key at depth 1 and the question: "48213 is the pass key. What is the pass key? The pass
+    key is" goes on with "the pass key" for SmolLM2, with one in between it answers.
+    """
     key = f"{rng.randrange(10000, 100000)}"
     piece = Piece(form.encode(KEY_SENTENCES.format(passkey=key)), depths(rng, 1, 0, depth)[0], True)
     exchange = Exchange(form.encode(QUESTION), form.encode(f" {key}"))
-    return assemble(length, form.encode(INTRODUCTION), [piece], [exchange], _walk(form))
+    apart = 0 if depth is None else 1
+    return assemble(length, form.encode(INTRODUCTION), [piece], [exchange], _walk(form), apart=apart)
 
 
 def _walk(form: Form) -> Iterator[list[int]]:
