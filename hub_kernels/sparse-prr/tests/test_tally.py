@@ -34,13 +34,15 @@ def lists(rng, shape, blocks, slots):
 
 
 @pytest.mark.parametrize("scored", [True, False])
-@pytest.mark.parametrize(("slots", "guesses"), [(13, 13), (1, 40), (70, 200), (5, 0), (70, 300), (1100, 257), (3, 511)])
+@pytest.mark.parametrize(
+    ("slots", "guesses"), [(13, 13), (1, 40), (70, 200), (5, 0), (70, 300), (1100, 257), (3, 511), (3000, 4200)]
+)
 def test_tally_counts(ops, slots, guesses, scored):
-    rng = np.random.default_rng(slots)
-    free, predicted = lists(rng, (3, 2), 1210, slots), lists(rng, (3, 2), 1210, guesses)
-    must = torch.tensor([1210, 1211], dtype=torch.int32).expand(3, 2, 2)
-    selected = torch.cat([free, must], dim=2)
-    importance = torch.tensor(rng.random((3, 2, 1210)), dtype=torch.float32) if scored else None
+    rng, blocks = np.random.default_rng(slots), 1210 if slots < 1210 else 5000
+    free, predicted = lists(rng, (3, 2), blocks, slots), lists(rng, (3, 2), blocks, guesses)
+    must = torch.tensor([blocks, blocks + 1], dtype=torch.int32).expand(3, 2, 2)
+    selected = torch.cat([must, free], dim=2)  # in any order
+    importance = torch.tensor(rng.random((3, 2, blocks)), dtype=torch.float32) if scored else None
     if scored:
         importance[0, 0] = 0.0
     arguments = (selected, free, predicted, importance, 1, torch.tensor([150, 0, 9]))
