@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .overlap import main_stream
-
 Call = Callable[[int], Any]
 _TURN = 8  # calls of a turn, at the least
 _STEPS = 32  # calls in a graph, at the least: its own start takes microseconds
@@ -114,7 +112,7 @@ class Captured:
                         call(layer)
             main.wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=main_stream(device)):
+            with torch.cuda.graph(self._graph):
                 self.results = [call(step % layers) for step in range(self._steps)]
 
     def replay(self) -> None:

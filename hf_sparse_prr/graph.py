@@ -23,7 +23,6 @@ from .experts import why_not_experts
 from .fused import Layer, layer_of, why_not_module
 from .layer import writes
 from .on_device import DeviceSteps
-from .overlap import main_stream
 
 if TYPE_CHECKING:
     from .patching import PatchHandle
@@ -49,7 +48,7 @@ def captured(run: Callable[[], torch.Tensor], output: torch.Tensor) -> tuple[Rep
         torch.cuda.empty_cache()  # as a capture does
         before = torch.cuda.memory_reserved(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=main_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
             output.copy_(run())
         return graph.replay, max(torch.cuda.memory_reserved(device) - before, 0)
 

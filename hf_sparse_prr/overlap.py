@@ -13,25 +13,15 @@ import torch
 # first has freed and the main stream still reads.
 _LOCAL = threading.local()
 
-# Of streams, as CUDA has them: the lower number's programs are placed first, also in a graph that was captured on such
-# streams. All alike was fastest. What is late before the rest took 160 and 171 us of a layer with an indexer at 128K, serial
-# and PRR, in place of 157 and 169, and what is on the main stream first of all 161 and 171. "main": of a stream that a
-# graph is captured on
-PRIORITIES = {"main": 0, "step": 0, "late": 0, "prompt": 0}
-
 
 def side_of(main: torch.cuda.Stream, purpose: str = "step") -> torch.cuda.Stream:
     """The stream beside `main` for a purpose: one that is waited for late is in the way of no other."""
     sides: dict[tuple[Any, ...], torch.cuda.Stream] = _LOCAL.__dict__.setdefault("sides", {})
     key = (main.device, main.cuda_stream, purpose)
     if key not in sides:
-        sides[key] = torch.cuda.Stream(main.device, priority=PRIORITIES[purpose])
+        # Other priorities were slower: of a layer with an indexer, 128K, late first 160 us, main first 161, alike 157
+        sides[key] = torch.cuda.Stream(main.device)
     return sides[key]
-
-
-def main_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new one, to capture a graph on."""
-    return torch.cuda.Stream(device, priority=PRIORITIES["main"])
 
 
 class Overlap:

@@ -1,4 +1,4 @@
-"""How long a GPU works during a call: the union of what torch's profiler saw; and what the events of a graph are around."""
+"""How long a GPU works during a call: the union of what torch's profiler saw; and what a graph's events are around."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

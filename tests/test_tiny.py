@@ -42,5 +42,5 @@ def test_a_model_answers(family):
 
 
 def test_weights_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="family: expected one of llama, .*, got 'gpt2'"):
+    with pytest.raises(ValueError, match=r"family: expected one of llama, .*, got 'gpt2'"):
         load_tiny("gpt2")

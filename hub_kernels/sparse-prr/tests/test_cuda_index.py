@@ -111,7 +111,7 @@ def test_a_bad_threshold_is_told(index, order_keys):
 
 @pytest.mark.parametrize("columns", [*SHAPES, 524_288])
 def test_all_blocks_of_a_row_collect_again(index, cuda, reference, order_keys, columns):  # noqa: F811
-    """A few rows have several blocks each, which sample the row where the guess was bad; ties are searched for in it."""
+    """A few rows have several blocks each, which sample the row where the guess was bad; of ties all of it is read."""
     for first in range(0, len(ROWS), 4):
         scores = table(list(ROWS)[first : first + 4], columns)
         lengths = torch.tensor([columns, columns - 7, 2500, 0], device="cuda")[: len(scores)]
