@@ -33,7 +33,8 @@ def angles_at(cos, sin, c_a, n_a, angle, there):
 def rotated(own, partner, c, s, d, A: tl.constexpr, dtype: tl.constexpr):
     """Channel d of what `sources` says. To be launched with `enable_fp_fusion=False`: every product is rounded."""
     along, across = rounded(own * c, dtype), rounded(partner * s, dtype)
-    return tl.where(d < A, along + tl.where(d < A // 2, -across, across), own).to(dtype)
+    turned = tl.where(d < A // 2, along - across, along + across)
+    return tl.where(d < A, turned, own).to(dtype)
 
 
 def shared(*angles: torch.Tensor) -> list[int]:
