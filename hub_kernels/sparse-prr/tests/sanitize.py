@@ -99,6 +99,17 @@ def latent_token(ops, dtype):
     ops.absorb_values(torch.randn(batch, heads, channels), torch.randn(heads, 13, channels, dtype=dtype))
 
 
+def linear_layers(ops, dtype):
+    """Short rows, of which a program takes several tiles, and long ones; weights that end within a tile."""
+    for channels, rows in ((80, (5, 2, 3)), (300, (4001, 67)), (2048, (2500,)), (2100, (33, 7, 9))):
+        x, norm = torch.randn(2, channels, dtype=dtype), torch.randn(channels, dtype=dtype)
+        weights, biases = [[torch.randn(n, *w, dtype=dtype) for n in rows] for w in ((channels,), ())]
+        residual = torch.randn(2, sum(rows), dtype=dtype)
+        ops.grouped_linear(x, weights, norm=norm, eps=1e-6)
+        ops.grouped_linear(x, weights, biases, residual=residual)
+        ops.grouped_linear(x, [weights[0], weights[0]], norm=norm, eps=1e-6, gated=True)
+
+
 def scored_rows(ops):
     """Candidates that the indexer's scorer leaves, of programs of one step, two and eight: winners spread, winners in
     one place, winners that are equal."""
@@ -132,6 +143,7 @@ def main():
     for dtype in (torch.bfloat16, torch.float32):
         indexer_step(ops, dtype)
         latent_token(ops, dtype)
+        linear_layers(ops, dtype)
     torch.cuda.synchronize()
     print("every kernel ran:", ops.backend)
 
