@@ -130,5 +130,4 @@ def test_more_keys_than_a_form_has_are_refused():
 def test_a_passkey_at_the_end_does_not_touch_the_question(form):
     body = text(episode("passkey", form, depth=1.0).prompt)
     between = body.rpartition("is the pass key.")[2].removesuffix(" What is the pass key? The pass key is")
-    assert between in (" The hill is green.", " The sea is blue.", " The sand is yellow.", " Off we go.",
-                       " Out and home again.")  # fmt: skip
+    assert between.count(".") == 2 and not any(letter.isdigit() for letter in between)

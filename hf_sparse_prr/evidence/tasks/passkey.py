@@ -13,13 +13,13 @@ from hf_sparse_prr.evidence.tasks.forms import Form
 def passkey(form: Form, rng: random.Random, length: int, depth: float | None = None) -> Episode:
     """A key of five digits, at `depth` (None: anywhere).
 
-    A sentence stands between a key at depth 1 and the question: "48213 is the pass key. What is the pass key? The pass
-    key is" goes on with "the pass key" for SmolLM2, with one in between it answers.
+    Two sentences stand between a key at depth 1 and the question: after "48213 is the pass key. What is the pass key?
+    The pass key is", and with one of them in between, SmolLM2 goes on with "the pass key"; with two it answers.
     """
     key = f"{rng.randrange(10000, 100000)}"
     piece = Piece(form.encode(KEY_SENTENCES.format(passkey=key)), depths(rng, 1, 0, depth)[0], True)
     exchange = Exchange(form.encode(QUESTION), form.encode(f" {key}"))
-    apart = 0 if depth is None else 1
+    apart = 0 if depth is None else 2
     return assemble(length, form.encode(INTRODUCTION), [piece], [exchange], _walk(form), apart=apart)
 
 
