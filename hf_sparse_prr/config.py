@@ -1,6 +1,7 @@
 """SparseConfig: what a user may choose, checked field by field; LayerPlan: what one layer does with it."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from .kernel_loader import is_repo_id
 from .selectors import SELECTORS, Selector
@@ -25,6 +26,7 @@ INDEXED = "dsa"  # the selector of models that have an indexer of their own
 _SIZES = ("dense_length", "workspace")
 _MANY = 2**31  # more blocks than any cache holds
 _LEAST = 1e-6  # of alpha and beta: fp32 keeps it and its complement
+_C = TypeVar("_C")
 
 
 def _expect(condition: bool, field: str, expected: str, got: object) -> None:
@@ -49,9 +51,26 @@ def _choices(values: tuple[Any, ...]) -> str:
     return "one of " + ", ".join(repr(value) for value in values)
 
 
+def _names_its_fields(kind: _C) -> _C:
+    """A dataclass whose TypeError for an unknown name lists those that there are; Python's own doesn't."""
+    made: Any = kind
+    stock, fields = made.__init__, [field.name for field in dataclasses.fields(made)]
+
+    @functools.wraps(stock)
+    def checked(self: Any, *values: Any, **settings: Any) -> None:
+        if unknown := sorted(set(settings) - set(fields)):
+            raise TypeError(f"unknown setting {', '.join(unknown)}; the fields are {', '.join(fields)}")
+        stock(self, *values, **settings)
+
+    made.__init__ = checked
+    return kind
+
+
+@_names_its_fields
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """Settings of sparse decoding. Every field is checked: ValueError("field: expected .., got ..").
+    """Settings of sparse decoding. Every field is checked: ValueError("field: expected .., got .."); an unknown name
+    is a TypeError that lists the fields.
 
     Attributes:
         selector: how blocks are scored. "quest": a bound from the minimum and maximum of a block's keys. "infllm_v2":
@@ -232,10 +251,6 @@ class SparseConfig:
 
     def replace(self, **overrides: Any) -> "SparseConfig":
         """A copy with some fields changed. TypeError for names that aren't fields."""
-        fields = [field.name for field in dataclasses.fields(self)]
-        unknown = sorted(set(overrides) - set(fields))
-        if unknown:
-            raise TypeError(f"unknown override {', '.join(unknown)}; the fields are {', '.join(fields)}")
         return dataclasses.replace(self, **overrides)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseConfig":

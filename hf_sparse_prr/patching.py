@@ -346,7 +346,7 @@ def patch_model(model: nn.Module, config: SparseConfig | None = None, /, **overr
     Raises:
         ValueError: unsupported model type (lists the supported ones), an attention class we don't know, settings out
             of range, or the model is patched with other settings.
-        TypeError: an unknown override (lists the fields).
+        TypeError: an unknown setting (lists the fields).
     """
     if config is not None and not isinstance(config, SparseConfig):
         raise TypeError(f"config: expected a SparseConfig, got {config!r}; give single fields by name")

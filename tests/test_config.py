@@ -1,6 +1,7 @@
 """SparseConfig: every field is checked with "field: expected .., got ..", and plan() says what each layer does."""
 
 import dataclasses
+import inspect
 import pickle
 import re
 from fractions import Fraction
@@ -199,10 +200,17 @@ def test_pickle_keeps_the_settings():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_replace_refuses_unknown_names_and_lists_the_fields():
-    with pytest.raises(TypeError, match="unknown override block, budgets") as caught:
-        SparseConfig().replace(budgets=1, block=2, trace=True)
+@pytest.mark.parametrize("made", [SparseConfig, SparseConfig().replace])
+def test_an_unknown_name_is_refused_and_the_fields_are_listed(made):
+    with pytest.raises(TypeError, match="unknown setting block, budgets; the fields are selector, budget") as caught:
+        made(budgets=1, block=2, trace=True)
     assert all(name in str(caught.value) for name in FIELDS)
+
+
+def test_its_signature_is_its_fields():
+    assert [*inspect.signature(SparseConfig).parameters] == FIELDS
+    with pytest.raises(TypeError, match="positional arguments"):
+        SparseConfig(*range(len(FIELDS) + 1))
 
 
 def test_replace_checks_the_new_values():

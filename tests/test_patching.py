@@ -127,7 +127,7 @@ def test_other_settings_raise_and_change_nothing(outputs):
 def test_an_unknown_override_lists_the_fields():
     model = tiny_llama()
     before = state(model)
-    with pytest.raises(TypeError, match=r"unknown override block;.*budget.*block_size.*trace"):
+    with pytest.raises(TypeError, match=r"unknown setting block;.*budget.*block_size.*trace"):
         patch_model(model, block=16)
     assert_untouched(model, before)
 
