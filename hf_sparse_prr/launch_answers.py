@@ -27,6 +27,8 @@ class Answers:
     """The files of one run. identity: what a second run must share with the first one to go on with it."""
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        if not out.name:
+            raise RunError(f"--out: expected a file, got {out}, a folder")
         self.out, self.identity = out, json.loads(json.dumps(identity))
         self.run_file = out.with_name(out.name + ".run.json")
         self.parts = out.with_name(out.name + ".parts")
@@ -50,9 +52,9 @@ class Answers:
         except OSError as error:
             raise RunError(f"--out: expected a place that can be written, got {self.out} ({error})") from error
         began = self.parts / "run.json"
-        if began.exists():
+        if any(self.parts.glob("*.jsonl")):
             self._check_identity(began, self.parts)
-        else:
+        else:  # a run that began no answer, one refused for a bad line say, binds nobody: the line may be mended
             _replace(began, json.dumps(self.identity, indent=2) + "\n")
         return False
 
@@ -73,8 +75,11 @@ class Answers:
         records: dict[int, dict[str, Any]] = {}
         for part in sorted(self.parts.glob("*.jsonl")):
             for line in part.read_bytes().split(b"\n")[:-1]:  # what follows the last end of line was cut off
-                record = json.loads(line)
-                records.setdefault(record["line"], record)
+                try:
+                    record = json.loads(line)
+                    records.setdefault(record["line"], record)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise RunError(f"--out: expected answers in {part}, got {line[:40]!r}; remove that line") from error
         return records
 
     def writer(self, process: int) -> PartFile:

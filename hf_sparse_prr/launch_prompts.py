@@ -47,10 +47,10 @@ class PromptFile:
             line = file.readline()
         try:
             record = json.loads(line)
-            json.dumps(record, ensure_ascii=False).encode()
+            json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:  # JSON can escape half a character
             raise BadLine(f"expected Unicode text, got {_short(line)} ({error.reason})") from error
-        except ValueError as error:  # not UTF-8, or not JSON
+        except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON, which has no NaN, or too deep
             raise BadLine(f"expected JSON, got {_short(line)} ({error})") from error
         if not isinstance(record, dict):
             raise BadLine(f"expected {WANTED}, got {_short(line)}")

@@ -15,6 +15,7 @@ from texts import save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparse_prr import launch, patch_model
+from hf_sparse_prr.launch_answers import Answers, RunError
 
 pytestmark = [
     pytest.mark.compat,
@@ -221,6 +222,9 @@ def test_bad_lines_are_skipped_by_choice(llama, spoiled, tmp_path, capsys):
     "line, words",
     [
         (b"\xff\xfe\xfd", "expected JSON"),
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"prompt": "a", "id": NaN}', "expected JSON"),
+        (b'{"prompt": "a", "id": 1e999}', "expected JSON"),
         (b'{"prompt": "\\ud800"}', "expected Unicode text"),
         (b'{"prompt": ""}', "expected a prompt of at least one token, got none"),
         (b'{"prompt": "a", "messages": []}', "got both"),
@@ -232,6 +236,23 @@ def test_what_no_prompt_is(line, words, llama, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_bytes(line)
     assert launch.main(options(llama, tmp_path / "p.jsonl", tmp_path / "a.jsonl")) == launch.EXIT_USAGE
     assert "line 1: " in (error := capsys.readouterr().err) and words in error
+
+
+def test_a_line_that_was_refused_may_be_mended(llama, tmp_path, capsys):
+    asked = options(llama, tmp_path / "p.jsonl", tmp_path / "a.jsonl", tokens=2)
+    (tmp_path / "p.jsonl").write_text("no prompt")
+    assert launch.main(asked) == launch.EXIT_USAGE
+    (tmp_path / "p.jsonl").write_text('{"prompt": "The sea"}')
+    assert launch.main(asked) == 0, capsys.readouterr().err
+    assert [record["line"] for record in records(tmp_path / "a.jsonl")] == [1]
+
+
+def test_a_damaged_answer_is_named(tmp_path):
+    held = Answers(tmp_path / "a.jsonl", {"run": {}})
+    assert not held.begin()
+    (held.parts / "0-x.jsonl").write_bytes(b'{"line": 1}\n\0\0\n')
+    with pytest.raises(RunError, match=r"expected answers in .*0-x.jsonl, got b'\\x00\\x00'; remove that line"):
+        held.done()
 
 
 def test_answers_of_another_run_are_not_touched(llama, prompts, alone, tmp_path, capsys):
@@ -282,6 +303,7 @@ def test_a_prompt_that_does_not_fit_the_memory(choice, llama, prompts, alone, tm
     "more, words",
     [
         (("--prompts", "nowhere.jsonl"), "--prompts: expected a file that can be read, got nowhere.jsonl"),
+        (("--out", "."), "--out: expected a file, got ., a folder"),
         (("--budget", "16"), "budget: expected"),
         (("--config", "nowhere.json"), "--config: expected a JSON file, got nowhere.json"),
     ],
