@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphs import BOTH, GRAPHED, ON_GPU, TOKENS, twice, without_cuda
+from graphs import BOTH, GRAPHED, MODES, ON_GPU, TOKENS, twice, without_cuda
 from models import SPARSE, greedy, left_pad, prompt, tiny, tiny_llama
 
 from hf_sparse_prr import SparseCache, graph, patch_model
@@ -131,16 +131,7 @@ def test_a_crop_of_the_last_token_leaves_no_prior_of_it():
         assert [layer.memory.prior is None for layer in cache.layers] == [False, True, True]  # the leader ran as ever
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(num_beams=3, do_sample=False),
-        dict(do_sample=True, top_k=20, temperature=0.8),
-        dict(do_sample=True, num_return_sequences=2),
-        dict(do_sample=False, prompt_lookup_num_tokens=3),
-    ],
-    ids=["beams", "sampling", "sequences", "lookup"],
-)
+@MODES
 @BOTH
 def test_modes_of_generate(how, speculate):
     model, out = tiny_llama(), []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphs import BOTH, GRAPHED, TOKENS, twice, without_cuda
+from graphs import BOTH, GRAPHED, MODES, TOKENS, twice, without_cuda
 from latents import LENGTH, padded
 from models import greedy, left_pad, prompt, tiny
 
@@ -130,16 +130,7 @@ def test_a_prior_is_widened_by_what_was_never_scored():
     assert serial.widened(9, 9) is serial
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(num_beams=3, do_sample=False),
-        dict(do_sample=True, top_k=20, temperature=0.8),
-        dict(do_sample=True, num_return_sequences=2),
-        dict(do_sample=False, prompt_lookup_num_tokens=3),
-    ],
-    ids=["beams", "sampling", "sequences", "lookup"],
-)
+@MODES
 @BOTH
 def test_modes_of_generate(model, how, speculate):
     out = []

@@ -8,6 +8,16 @@ from hf_sparse_prr import SparseCache, graph, patch_model
 
 ON_GPU = torch.get_default_device().type == "cuda"
 BOTH = pytest.mark.parametrize("speculate", [False, True], ids=["serial", "prr"])
+MODES = pytest.mark.parametrize(
+    "how",
+    [
+        dict(num_beams=3, do_sample=False),
+        dict(do_sample=True, top_k=20, temperature=0.8),
+        dict(do_sample=True, num_return_sequences=2),
+        dict(do_sample=False, prompt_lookup_num_tokens=3),
+    ],
+    ids=["beams", "sampling", "sequences", "lookup"],
+)
 TOKENS = 24
 GRAPHED = (
     TOKENS - 1 - 3

@@ -3,7 +3,6 @@
 The rows of scores are in battery_values.py, the hints in battery_hints.py.
 """
 
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,11 @@ import numpy as np
 import torch
 
 from .battery_values import ROWS
+from .drawn import INTERPRETED
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # 12 ms a row, silently wrong in bfloat16
 DEVICE = torch.get_default_device()
 ON_GPU = DEVICE.type == "cuda"
 LIMIT = 2**23 if ON_GPU else 4096 if INTERPRETED else 33_000  # entries of a row
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 KS = (1, 64, 512, 1000, 1024, 2048, 4096)
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}

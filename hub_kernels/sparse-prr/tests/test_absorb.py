@@ -1,30 +1,20 @@
 """absorb_queries, absorb_values: each head's own product, rounded once."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-CUT = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cuts bfloat16, not rounds")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=CUT), torch.float16])
+from .drawn import DTYPES, some, wide
+
 SHAPES = pytest.mark.parametrize(
     ("batch", "heads", "dim", "channels"), [(1, 3, 24, 64), (2, 2, 16, 70), (3, 1, 1, 1), (1, 2, 33, 130)]
 )
-
-
-def some(rng, *shape, dtype=torch.float32):
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype)
 
 
 def angles(rng, rotated, rows=1, dtype=torch.float32):
     """cos and sin [rows, rotated]."""
     angle = torch.tensor(rng.uniform(0, 6, (rows, rotated // 2)))
     return [torch.cat([turn, turn], 1).to(dtype) for turn in (angle.cos(), angle.sin())]
-
-
-def wide(tensor):
-    return tensor.cpu().double().numpy()
 
 
 def check(found, products, dtype):

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+from .drawn import FORMATS, INTERPRETED
+
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 50)
 INF, NAN = float("inf"), float("nan")
 
@@ -64,7 +63,7 @@ def lists(problem, rng, length):
 @PROPERTY
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
     st.sampled_from([16, 32, 64, 128]),
     st.sampled_from([1, 2, 63, 64, 80, 128, 256]),
     st.sampled_from([1, 2, 3, 5, 16]),
@@ -81,7 +80,7 @@ def test_block_partials_equals_attention_over_each_block(
     check(problem, lists(problem, np.random.default_rng(seed), length), assert_close)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_block_partials_over_whole_and_last_partial_block(ops, make_problem, assert_close, block_size, dtype):
     shape = {"block_size": block_size, "tokens": 2 * block_size + 3, "start": [0, 5]}
@@ -113,7 +112,7 @@ def test_block_partials_is_three_named_fp32_tensors(ops, make_problem):
     assert [tuple(x.shape) for x in result] == [(2, 2, 4, 3, 7), (2, 2, 4, 3), (2, 2, 4, 3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_block_partials_unused_slots_are_empty(ops, make_problem, dtype):
     problem = make_problem(1, dtype=dtype)
     problem.valid[1] = False
@@ -152,7 +151,7 @@ def test_block_partials_of_an_empty_list(ops, make_problem, tokens):
     assert [tuple(x.shape) for x in result] == [(2, 2, 0, 2, 6), (2, 2, 0, 2), (2, 2, 0, 2)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 6e4])
 def test_block_partials_never_sees_what_is_not_attended(ops, make_problem, assert_same_bits, garbage, dtype):
     problem = make_problem(5, dtype=dtype, tokens=90, room=20)
@@ -167,7 +166,7 @@ def test_block_partials_never_sees_what_is_not_attended(ops, make_problem, asser
     assert_same_bits(problem.partials(blocks), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("holes", [0.0, 0.4])
 @pytest.mark.parametrize("value", [INF, -INF])
 def test_block_partials_infinite_value_is_summed_as_one(ops, make_problem, value, holes, dtype):
@@ -228,7 +227,7 @@ def test_block_partials_does_not_modify_its_inputs(ops, make_problem):
 @PROPERTY
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
     st.sampled_from([16, 64, 128]),
     st.sampled_from([1, 5, 63, 64, 80, 256]),
     st.sampled_from([1, 3, 4, 16]),
@@ -248,7 +247,7 @@ def test_block_partials_slot_has_the_bits_of_its_block_alone(
         assert_same_bits(alone, tuple(x[b : b + 1, h : h + 1, i : i + 1] for x in together))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("dim", "group"), [(1, 1), (63, 7), (80, 4), (128, 8), (256, 1)])
 def test_block_partials_order_and_duplicates_change_no_bit(ops, make_problem, assert_same_bits, dim, group, dtype):
     problem = make_problem(9, dim=dim, group=group, tokens=200, dtype=dtype)

@@ -12,8 +12,6 @@ import torch
 
 from .battery import (
     DEVICE,
-    DTYPES,
-    INTERPRETED,
     KS,
     LAYOUTS,
     ON_GPU,
@@ -28,6 +26,7 @@ from .battery import (
 )
 from .battery_hints import FEW, hints
 from .battery_values import FITTED, ROWS, plateau
+from .drawn import FORMATS, INTERPRETED
 
 INF, NAN = float("inf"), float("nan")
 HOW_MANY = 1 if INTERPRETED else 2  # rows of a kind
@@ -37,7 +36,7 @@ COPIES = (1, 8, 40) if ON_GPU else (1,)  # of two rows: a kernel may take anothe
 BATCHES = [1, 16] if INTERPRETED else [1, 16, 30, 31, 64, 128, 129, 200, 256]
 TIED = ("relu-100", "constant", "two-values", "quantised-8-head-300", "sawtooth", "zeros-of-both-signs", "inf-above-k")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="on a GPU only")
-any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+any_dtype = pytest.mark.parametrize("dtype", FORMATS, ids=str)
 
 
 def on_device(tensor):
@@ -163,7 +162,7 @@ def test_as_many_candidates_as_a_buffer_holds(ops, k, above, size, extra):
         size = import_module(f"{ops.__name__}.reference.gvr").buffer_size(k)
     count = (k if size == "k" else size) + extra
     larger = 0 if above == "distinct" else min(above, k - 1, count)
-    for columns, dtype in product([count + 1000] + [131_072] * ON_GPU, DTYPES[:1] if above == "distinct" else DTYPES):
+    for columns, dtype in product([count + 1000] + [131_072] * ON_GPU, FORMATS[:1] if above == "distinct" else FORMATS):
         with drawing(f"{k} {above} {count}"):
             scores = torch.stack([plateau(columns, count, larger, above == "distinct") for _ in range(HOW_MANY)])
         scores = scores.to(dtype)

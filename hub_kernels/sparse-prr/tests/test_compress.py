@@ -1,23 +1,14 @@
 """compress_keys: windows of keys averaged into the block they end in, the same however the tokens arrived."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 80)
+from .drawn import FORMATS, PROPERTY, UNTOUCHED, at, chunkings
+
 INF, NAN = float("inf"), float("nan")
-UNTOUCHED = 77.0
-
-
-def at(end, keys):
-    """[B]: every row's new columns end there."""
-    return torch.full((keys.shape[0],), end)
 
 
 def empty(keys, block_size, stride=16, extra=0):
@@ -67,18 +58,12 @@ def assert_equals_oracle(assert_close, result, keys, valid, start, block_size, e
         assert_close(means[index], mean, means.dtype, magnitude + slack / 1e-5 * np.abs(mean))
 
 
-@st.composite
-def chunkings(draw, total):
-    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=6)))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
-
-
 @PROPERTY
 @given(st.data())
 def test_compress_keys_in_any_chunks_equals_one_pass_and_numpy(ops, assert_close, assert_same_bits, data):
     block_size = data.draw(st.sampled_from([16, 32, 64, 128]), label="block size")
     dim = data.draw(st.sampled_from([1, 63, 64, 80]), label="dim")
-    dtype = data.draw(st.sampled_from(DTYPES))
+    dtype = data.draw(st.sampled_from(FORMATS))
     total = data.draw(st.integers(1, 3 * block_size + 40), label="tokens")
     start = torch.tensor(data.draw(st.lists(st.integers(0, total + 3), min_size=2, max_size=2), label="start"))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))

@@ -1,11 +1,10 @@
 """Rows of one batch that end at different columns: each has the bits it has alone."""
 
-import os
-
 import pytest
 import torch
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
+from .drawn import INTERPRETED
+
 DTYPE, HEADS = (torch.float16, 1) if INTERPRETED else (torch.bfloat16, 2)
 SIZE, BLOCKS, GROUP, DIM = 16, 7, 3, 64
 COLUMNS = BLOCKS * SIZE + 3

@@ -1,15 +1,14 @@
 """Scores of an indexer: a float64 oracle, and what must change no bit."""
 
-import os
 from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
 
+from .drawn import FORMATS, INTERPRETED
+
 INF, NAN = float("inf"), float("nan")
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 B, T = 2, 70
 
 
@@ -17,7 +16,7 @@ def draw(seed, *sizes, dtype=torch.float32):
     return torch.tensor(np.random.default_rng(seed).standard_normal(sizes), dtype=dtype)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=FORMATS, ids=str)
 def dtype(request):
     return request.param
 

@@ -1,15 +1,13 @@
 """infllm_scores: exact softmax shares of compressed keys, summed over the group, maximum of a block's windows."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+from .drawn import FORMATS, INTERPRETED
+
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 80)
 INF, NAN = float("inf"), float("nan")
 
@@ -51,7 +49,7 @@ def oracle(problem, first, last, length, scale=0.125):
 @PROPERTY
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
     st.sampled_from([1, 2, 4, 7, 16]),
     st.sampled_from([1, 63, 64, 128, 256]),
     st.integers(0, 9),
@@ -115,7 +113,7 @@ def test_infllm_scores_hide_the_future(ops, assert_same_bits):
     assert_same_bits(score(ops, (query, means, filled), 0, [2, 2], [200, 137]), seen)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
 @pytest.mark.parametrize("dim", [1, 63, 64, 128])
 def test_infllm_scores_bits_depend_on_the_row_alone(ops, assert_same_bits, dim, group, dtype):

@@ -1,14 +1,12 @@
 """Attention over listed latents: a float64 oracle, and what must change no bit."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
+from .drawn import FORMATS, INTERPRETED
+
 NAN, INF = float("nan"), float("inf")
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 B, T, C, A = 2, 70, 24, 8
 SCALE = 0.3
 
@@ -17,7 +15,7 @@ def draw(seed, *sizes, dtype=torch.float32):
     return torch.tensor(np.random.default_rng(seed).standard_normal(sizes), dtype=dtype)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=FORMATS, ids=str)
 def dtype(request):
     return request.param
 

@@ -1,29 +1,19 @@
 """latent_append, index_append, index_queries: norms and RoPE of one token, and its latent and keys where the device
 says."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-CUT = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cuts bfloat16, not rounds")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=CUT), torch.float16])
+from .drawn import DTYPES, some, wide
+
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
 COLUMNS = 11
-
-
-def some(rng, *shape, dtype=torch.float32):
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype)
 
 
 def angles(rng, rows, rotated, dtype):
     angle = torch.tensor(rng.uniform(0, 6, (rows, rotated // 2)))
     return [torch.cat([turn, turn], 1).to(dtype) for turn in (angle.cos(), angle.sin())]
-
-
-def wide(tensor):
-    return tensor.cpu().double().numpy()
 
 
 def turned(head, cos, sin, interleaved):

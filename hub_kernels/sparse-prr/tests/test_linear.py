@@ -1,25 +1,14 @@
 """grouped_linear: what modules called one after the other give, rounding included."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-CUT = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cuts bfloat16, not rounds")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=CUT), torch.float16])
-
-
-def some(rng, *shape, dtype=torch.float32):
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype)
+from .drawn import CUT, DTYPES, some, wide
 
 
 def rounded(value, dtype):
     return torch.tensor(value, device="cpu").to(dtype).double().numpy()
-
-
-def wide(tensor):
-    return tensor.cpu().double().numpy()
 
 
 def check(output, x, weights, biases=None, norm=None, eps=0.0, gated=False, residual=None):

@@ -1,17 +1,12 @@
 """masked_attention: each query over the columns that it sees, up to its own."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-CUT = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cuts bfloat16, not rounds")
+from .drawn import DTYPES, some
+
 BOUND = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-
-
-def some(rng, *shape, dtype):
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype)
 
 
 def problem(rng, batch, heads, count, columns, dims, dtype, share=0.3):
@@ -43,7 +38,7 @@ def oracle(nope, rope, keys, key_ropes, values, seen, begin, scale):
     return output
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=CUT), torch.float16])
+@DTYPES
 @pytest.mark.parametrize(
     ("batch", "heads", "count", "columns", "dims", "begin"),
     [(1, 2, 130, 200, (128, 64, 128), 70), (2, 3, 5, 33, (16, 8, 20), 28), (1, 1, 1, 1, (24, 24, 16), 0),

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+from .drawn import FORMATS, INTERPRETED
+
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 50)
 INF, NAN = float("inf"), float("nan")
 
@@ -75,7 +74,7 @@ def predictions(rng, problem, selected):
 @PROPERTY
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
     st.sampled_from([16, 32, 64]),
     st.sampled_from([1, 63, 64, 80]),
     st.sampled_from([1, 3, 8]),
@@ -114,7 +113,7 @@ def test_repair_merge_needs_no_partials_of_nothing(ops, make_problem, assert_sam
         ops.repair_merge(*inputs, selected, None, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_repair_merge_drops_wrong_partials_unread(ops, make_problem, assert_same_bits, dtype):
     """Blocks of P outside A are dropped, not multiplied by zero."""
     problem = make_problem(1, tokens=200, dtype=dtype)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
+from .drawn import INTERPRETED
+
 ON_GPU = torch.get_default_device().type == "cuda"
 CASES = int(os.environ.get("PRR_CASES", "32" if INTERPRETED else "2048" if ON_GPU else "256"))
 BATCH, HEADS = (8, 8) if ON_GPU else (2, 2)

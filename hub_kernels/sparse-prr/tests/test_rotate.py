@@ -1,18 +1,12 @@
 """rotate_append: RoPE of one token's heads, and its key and value where the device says."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-CUT = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter cuts bfloat16, not rounds")
+from .drawn import DTYPES, some
+
 EQUAL = dict(rtol=0, atol=0)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=CUT), torch.float16])
-
-
-def some(rng, *shape, dtype=torch.float32):
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype)
 
 
 def problem(rng, batch, heads, group, dim, wide, turned, dtype, columns=20, angles=None):

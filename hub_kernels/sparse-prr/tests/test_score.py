@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+from .drawn import FORMATS, INTERPRETED
+
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 80)
 INF, NAN = float("inf"), float("nan")
 
@@ -50,7 +49,7 @@ def oracle(query, lower, upper, first, last, group_by="sum"):
 @PROPERTY
 @given(
     st.integers(0, 2**32),
-    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
     st.sampled_from([1, 2, 4, 7, 16]),
     st.sampled_from([1, 2, 63, 64, 80, 128, 256]),
     st.integers(0, 9),
@@ -71,7 +70,7 @@ def test_quest_scores_equals_the_sum_or_maximum_of_each_heads_bound(
     assert_close(scores, expected, dtype, magnitude)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("group", [1, 5, 16])
 @pytest.mark.parametrize("dim", [1, 63, 64, 80, 256])
 def test_quest_scores_of_integers_are_exact(ops, dim, group, dtype):
@@ -107,7 +106,7 @@ def test_quest_scores_bounds_every_key_exactly_on_integers(ops, seed, group, dim
         assert torch.equal(scores.double(), dots.amax(dim=-1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_quest_scores_bounds_every_key_of_update_summaries(ops, assert_close, dtype):
     rng = np.random.default_rng(0)
     keys = torch.tensor(rng.standard_normal((2, 2, 64, 80)), dtype=dtype)
@@ -175,7 +174,7 @@ def test_quest_scores_does_not_modify_its_inputs(ops):
         assert torch.equal(now, then)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("group", [1, 4, 7, 16])
 @pytest.mark.parametrize("dim", [1, 63, 64, 80, 128])
 def test_quest_scores_bits_depend_on_one_block_and_its_query_alone(ops, assert_same_bits, dim, group, dtype):

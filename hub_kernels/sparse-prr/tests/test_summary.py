@@ -1,23 +1,14 @@
 """update_summaries: a block's box is a pure function of its valid keys, however and in whatever order they arrived."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 80)
+from .drawn import FORMATS, PROPERTY, UNTOUCHED, at, chunkings
+
 INF, NAN = float("inf"), float("nan")
-UNTOUCHED = 77.0
-
-
-def at(end, keys):
-    """[B]: every row's new columns end there."""
-    return torch.full((keys.shape[0],), end)
 
 
 def make_keys(rng, batch, heads, columns, dim, dtype):
@@ -64,18 +55,12 @@ def assert_equals_oracle(result, *arguments):
         np.testing.assert_array_equal(actual.double().cpu().numpy(), expected)
 
 
-@st.composite
-def chunkings(draw, total):
-    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=6)))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
-
-
 @PROPERTY
 @given(st.data())
 def test_update_summaries_in_any_chunks_equals_one_pass_and_numpy(ops, assert_same_bits, data):
     block_size = data.draw(st.sampled_from([16, 32, 64, 128]), label="block size")
     dim = data.draw(st.sampled_from([1, 63, 64, 80]), label="dim")
-    dtype = data.draw(st.sampled_from(DTYPES))
+    dtype = data.draw(st.sampled_from(FORMATS))
     batch, heads = data.draw(st.integers(1, 3), label="batch"), data.draw(st.integers(1, 2), label="heads")
     total = data.draw(st.integers(1, 3 * block_size + 5), label="tokens")
     start = torch.tensor(
@@ -97,7 +82,7 @@ def test_update_summaries_in_any_chunks_equals_one_pass_and_numpy(ops, assert_sa
     assert_same_bits(whole, run(ops, keys, valid, start, block_size, data.draw(chunkings(total)), poison=-INF))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_update_summaries_one_by_one_equals_one_pass(ops, assert_same_bits, dtype):
     rng = np.random.default_rng(0)
     keys = make_keys(rng, 2, 2, 70, 63, dtype)
@@ -108,7 +93,7 @@ def test_update_summaries_one_by_one_equals_one_pass(ops, assert_same_bits, dtyp
     assert_same_bits(whole, run(ops, keys, valid, start, 16, [1] * 70))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_update_summaries_of_signed_zeros_have_the_same_bits_in_any_chunks(ops, assert_same_bits, dtype):
     """-0.0 and +0.0 are equal, so either may be the minimum: always the same one."""
     rng = np.random.default_rng(0)
@@ -170,7 +155,7 @@ def test_update_summaries_of_no_columns_changes_nothing(ops, count):
     assert (upper == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_update_summaries_block_without_tokens_is_an_empty_box(ops, dtype):
     keys = torch.full((2, 2, 48, 7), NAN, dtype=dtype)
     valid = torch.zeros(2, 48, dtype=torch.bool)
@@ -184,7 +169,7 @@ def test_update_summaries_block_without_tokens_is_an_empty_box(ops, dtype):
     assert (upper[1, :, 1] == 3.0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("nan", [NAN, -NAN])
 def test_update_summaries_nan_key_makes_its_channel_nan(ops, nan, dtype):
     keys = torch.ones(1, 2, 32, 5, dtype=dtype)

@@ -1,7 +1,6 @@
 """gvr_topk: exact, smallest index at ties, whatever the hint, the batch and the memory layout."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -9,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # slow, and silently wrong in bfloat16
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+from .drawn import FORMATS, INTERPRETED
+
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=8 if INTERPRETED else 150)
 INT32, INT64 = torch.iinfo(torch.int32), torch.iinfo(torch.int64)
 INF, NAN = float("inf"), float("nan")
@@ -64,7 +63,7 @@ def score_tables(draw, max_rows=4, max_columns=40):
     few = draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=3))  # repeats make ties
     value = st.sampled_from(HOSTILE_BITS + few) | st.integers(0, 2**32 - 1)
     bits = draw(st.lists(value, min_size=rows * columns, max_size=rows * columns))
-    return float_of_bits(bits).reshape(rows, columns).to(draw(st.sampled_from(DTYPES)))
+    return float_of_bits(bits).reshape(rows, columns).to(draw(st.sampled_from(FORMATS)))
 
 
 def integers_in(dtype):
@@ -129,7 +128,7 @@ def test_gvr_topk_columns_that_are_nan_change_nothing(ops, scores, k, extra):
 # ---- the contract, case by case
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(
     ("row", "k", "expected"),
     [
@@ -280,7 +279,7 @@ HOSTILE_ROWS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
 def test_gvr_topk_on_hostile_rows(ops, name, dtype):
     build, k = HOSTILE_ROWS[name]
@@ -324,7 +323,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gvr_topk_takes_any_view(ops, layout, dtype):
     table = torch.tensor(np.random.default_rng(1).integers(-9, 9, (6, 33)), dtype=dtype)

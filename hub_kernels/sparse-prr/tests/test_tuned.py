@@ -1,7 +1,6 @@
 """Launch parameters: which file counts, what is refused, one warning; how they are chosen, and that results stay."""
 
 import json
-import os
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+from .drawn import INTERPRETED
+
 GPU = "NVIDIA Test-1000 80GB (no such)"
 
 
