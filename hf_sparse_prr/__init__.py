@@ -4,6 +4,7 @@ Importing this package does nothing: the names below are loaded when they are fi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ __all__ = [
     "register_attention",
     "unpatch_model",
 ]
+
+
+if find_spec(f"{__name__}.patches") is None:
+    raise ImportError(
+        f"hf_sparse_prr: expected the installed package, got its sources in {__path__[0]}, which are whole only once "
+        "they are installed; run in another folder, or `pip install -e .` in this one"
+    )
 
 
 def __getattr__(name: str) -> Any:

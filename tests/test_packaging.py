@@ -24,12 +24,14 @@ IMPORTS = "import hf_sparse_prr, hf_sparse_prr.patches, hf_sparse_prr.bundled, h
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
     """Run a command and return its stdout; a failure shows everything it printed."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean | environment, capture_output=True, text=True, check=False
-    )
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=cwd, env=_without_python() | environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def _without_python() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,14 @@ def test_editable_install_imports_from_another_folder(checkout: Path, tmp_path: 
     files = run(python, "-c", code, cwd=elsewhere).split()
     assert all(Path(file).is_relative_to(checkout) for file in files), files
     assert run(python, "-c", "import importlib.util as u; print(u.find_spec('patches'))", cwd=elsewhere) == "None\n"
+
+
+def test_sources_that_are_not_installed_say_so(checkout: Path) -> None:
+    command = [sys.executable, "-c", "import hf_sparse_prr"]  # the folder that it runs in comes first
+    done = subprocess.run(command, cwd=checkout, env=_without_python(), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "expected the installed package, got its sources in" in done.stderr.splitlines()[-1]
+    assert "`pip install -e .` in this one" in done.stderr.splitlines()[-1]
 
 
 def _venv_beside_this_one(folder: Path, links: Path) -> Path:
