@@ -21,7 +21,7 @@ import torch
 
 from hf_sparse_prr.demo.loading import LoadError, load_any
 from hf_sparse_prr.demo.prompt import decode
-from hf_sparse_prr.launch_answers import Answers, RunError
+from hf_sparse_prr.launch_answers import Answers, DiskError, RunError
 from hf_sparse_prr.launch_arguments import UsageError, identity_of, parse, settings_of
 from hf_sparse_prr.launch_processes import Bar, for_each, from_main, join, open_store
 from hf_sparse_prr.launch_prompts import BadLine, PromptFile, encode
@@ -43,8 +43,8 @@ class MemoryLimit(RuntimeError):
 def main(arguments: list[str] | None = None) -> int:
     """Run the command in this process, one of those that a launcher started, or alone. Returns the exit code.
 
-    0 done; 2 an argument, a file or a prompt is wrong; 3 the model can't be loaded, isn't supported, or has no memory
-    for a prompt; 130 stopped.
+    0 done; 2 an argument, a file or a prompt is wrong, or the disk is full; 3 the model can't be loaded, isn't
+    supported, or has no memory for a prompt; 130 stopped.
     """
     asked = parse(arguments)
     state = join(asked.cpu)
@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         _say(state, f"error: {error}")
     except (LoadError, MemoryLimit) as error:  # maybe in this one alone
         code = EXIT_MODEL
+        print(f"error: process {state.process_index}: {error}", file=sys.stderr)
+    except DiskError as error:
+        code = EXIT_USAGE
         print(f"error: process {state.process_index}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends its own after the terminal's
@@ -97,14 +100,14 @@ def _run(asked: Namespace, state: PartialState) -> None:
         ends = generation.eos_token_id
         generation.pad_token_id = ends[0] if isinstance(ends, list) else ends
     answer = _Answerer(asked, prompts, model, tokenizer, handle)
-    failed = _answer_all(state, answers, prompts.lines, bad, lengths, answer, asked.bad_lines == "fatal")
+    failed = _answer_all(state, answers, prompts, bad, lengths, answer, asked.bad_lines == "fatal")
     return _say(state, f"{asked.out}: {len(prompts.lines) - failed} answers, {failed} bad lines")
 
 
 def _answer_all(
     state: PartialState,
     answers: Answers,
-    lines: list[int],
+    prompts: PromptFile,
     bad: dict[int, str],
     lengths: dict[int, Any],
     answer: _Answerer,
@@ -115,7 +118,7 @@ def _answer_all(
 
     bad: what is wrong with a line.  fatal: a prompt that doesn't fit the memory ends the run, with MemoryLimit.
     """
-    done = from_main(state, lambda: set(answers.done()))
+    done, lines = from_main(state, lambda: set(answers.done())), prompts.lines
     todo = sorted(set(lines) - done, key=lambda line: (line not in bad, -lengths[line] if line not in bad else 0, line))
     if done:
         _say(state, f"{len(done)} of {len(lines)} prompts were answered before")
@@ -133,7 +136,7 @@ def _answer_all(
                         raise MemoryLimit(f"line {line}: {bad[line]}; --bad-lines skip goes on") from error
                     torch.cuda.empty_cache()
             if line in bad:
-                record = {"line": line, "error": bad[line]}
+                record = {"line": line, **prompts.id_of(line), "error": bad[line]}
             part.write({**record, "process": state.process_index})
             store.add("done", 1)
         part.close()
@@ -209,7 +212,7 @@ class _Answerer:
         new, stats = out[0, ids.shape[1] :].tolist(), self.handle.stats()
         return {
             "line": line,
-            **({"id": record["id"]} if "id" in record else {}),
+            **self.prompts.id_of(line),
             "text": decode(self.tokenizer, new),
             "ids": new,
             "prompt_tokens": ids.shape[1],

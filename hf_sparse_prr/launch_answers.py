@@ -18,9 +18,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+_NO_ROOM = "--out: expected room for answers, got {} ({}); the same command goes on from here"
+
 
 class RunError(ValueError):
     """The answers can't go where they should; the message says what was expected."""
+
+
+class DiskError(RuntimeError):
+    """An answer can't be kept: no room, say; the message says where. What was kept stays."""
 
 
 class Answers:
@@ -93,8 +99,11 @@ class Answers:
         if missing:
             raise RunError(f"expected an answer to each of {len(lines)} prompts, got none to line {missing[0]}")
         document = {**self.identity, "totals": totals}
-        _replace(self.run_file, json.dumps(document, indent=2) + "\n")
-        _replace(self.out, "".join(json.dumps(records[line], ensure_ascii=False) + "\n" for line in lines))
+        try:
+            _replace(self.run_file, json.dumps(document, indent=2) + "\n")
+            _replace(self.out, "".join(json.dumps(records[line], ensure_ascii=False) + "\n" for line in lines))
+        except OSError as error:
+            raise DiskError(_NO_ROOM.format(self.out, error)) from error
         shutil.rmtree(self.parts)
         return sum("error" in records[line] for line in lines)
 
@@ -103,13 +112,17 @@ class PartFile:
     """What one process writes: whole lines, on the disk when `write` returns."""
 
     def __init__(self, folder: Path, process: int) -> None:
+        self._folder = folder
         self._file, _ = tempfile.mkstemp(prefix=f"{process}-", suffix=".jsonl", dir=folder)
 
     def write(self, record: dict[str, Any]) -> None:
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise DiskError(_NO_ROOM.format(self._folder, error)) from error
 
     def close(self) -> None:
         os.close(self._file)

@@ -18,7 +18,8 @@ examples:
 A line of the prompts is {"prompt": "a text"} or {"messages": [{"role": "user", "content": "a text"}]}, and may have an
 "id". The same command, given again, goes on where it was interrupted or killed.
 
-exit codes: 0 done, 2 wrong argument, file or prompt, 3 the model cannot be loaded or is not supported, 130 stopped
+exit codes: 0 done, 2 wrong argument, file or prompt, or a full disk, 3 the model cannot be loaded or is not
+supported, or has no memory for a prompt, 130 stopped
 """
 
 

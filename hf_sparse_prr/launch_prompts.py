@@ -63,6 +63,14 @@ class PromptFile:
             _check_messages(messages)
         return record
 
+    def id_of(self, number: int) -> dict[str, Any]:
+        """The "id" that an answer to the line carries; nothing where it has none, or is no prompt."""
+        try:
+            record = self.read(number)
+        except BadLine:
+            return {}
+        return {"id": record["id"]} if "id" in record else {}
+
 
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a record's prompt; a chat goes through the tokenizer's chat template. Raises BadLine."""

@@ -1,7 +1,9 @@
 """A file of prompts over several processes: in order, once each, through kills and Ctrl-C."""
 
+import errno
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -255,6 +257,23 @@ def test_a_damaged_answer_is_named(tmp_path):
         held.done()
 
 
+def test_a_full_disk_is_one_line_and_the_run_goes_on(llama, prompts, alone, tmp_path, capsys, monkeypatch):
+    asked, write = options(llama, prompts, tmp_path / "a.jsonl"), os.write
+
+    def nearly_full(file, data):
+        if b'"line": 5' in data:
+            write(file, data[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", nearly_full)
+        assert launch.main(asked) == launch.EXIT_USAGE
+    assert "expected room for answers, got" in (error := capsys.readouterr().err) and "No space left" in error
+    assert launch.main(asked) == 0
+    assert answers(tmp_path / "a.jsonl") == answers(alone)
+
+
 def test_answers_of_another_run_are_not_touched(llama, prompts, alone, tmp_path, capsys):
     before = alone.read_bytes()
     assert launch.main(options(llama, prompts, alone, "--seed", 3)) == launch.EXIT_USAGE
@@ -291,7 +310,7 @@ def test_a_prompt_that_does_not_fit_the_memory(choice, llama, prompts, alone, tm
     said = f"expected a prompt that fits the memory, got {length} tokens (tried to allocate 3 GiB)"
     if choice == "skip":
         assert code == 0 and "7 answers, 1 bad lines" in capsys.readouterr().err
-        assert records(out)[2] == {"line": 5, "error": said, "process": 0}
+        assert records(out)[2] == {"line": 5, "id": "q2", "error": said, "process": 0}
         return
     assert code == launch.EXIT_MODEL and not out.exists()
     assert f"process 0: line 5: {said}; --bad-lines skip goes on" in capsys.readouterr().err
