@@ -129,6 +129,7 @@ def test_context_beyond_the_models_positions_is_refused(llama: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 def test_device_that_is_not_there_is_refused(llama: Path) -> None:
     refused(call("--model", llama, "--device", "cuda"), terminal.EXIT_USAGE, "cuda")
+    refused(call("--model", llama, "--device", "tpu"), terminal.EXIT_USAGE, "--device: expected cpu, cuda, cuda:1, ..")
 
 
 def test_ctrl_c_is_one_line_and_130(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

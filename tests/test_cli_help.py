@@ -39,6 +39,14 @@ def test_its_help_shows_the_example_and_the_exit_codes(command, path):
     assert "Exit codes" in inspect.getdoc(command.callback)
 
 
+@pytest.mark.parametrize("command, path", EVERY)
+def test_its_help_fills_the_lines(command, path):
+    """Not those of the source, which a narrow terminal would break once more."""
+    assert all("\n" not in paragraph for paragraph in command.help.split("\n\n"))
+    words = inspect.getdoc(command.callback).split()
+    assert command.help.split() == words
+
+
 def test_the_launchers_help_has_examples_and_exit_codes(capsys):
     with pytest.raises(SystemExit) as ended:
         launch_arguments.parse(["--help"])

@@ -121,6 +121,7 @@ def test_the_verdict_counts_answers():
         (["--model", "tiny:gpt2"], 2, "family: expected one of llama"),
         (["--model", "no/such"], 3, "no/such: no such file or folder"),
         (["--device", "tpu"], 2, "--device: expected cpu, cuda"),
+        (["--output", "/dev/null/eval"], 2, "--output: expected a file that can be written, got /dev/null/eval"),
     ],
 )
 def test_eval_refuses_in_one_line(tmp_path, arguments, code, words):
@@ -181,6 +182,11 @@ def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     assert all(task in result.stdout for task in TASKS)
     (found,) = json.loads(call("train-tiny", "--family", "llama", *options, "--json").stdout)
     assert found == json.loads((tmp_path / "llama" / "training.json").read_text())
+
+
+def test_train_tiny_refuses_a_folder_before_it_trains():
+    refused = call("train-tiny", "--family", "llama", "--device", "cpu", "--output", "/dev/null/tiny")
+    assert refused.exit_code == 2 and "--output: expected a file that can be written" in refused.stderr
 
 
 def test_train_tiny_refuses_a_family_that_is_not_there(tmp_path):

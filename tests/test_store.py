@@ -38,11 +38,18 @@ def test_a_half_written_file_is_not_taken_for_a_cell(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_sparse_prr.evidence.store.os.replace", stopped)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "b.json", {"accuracy": 1.0})
-    assert not (tmp_path / "b.json").exists()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    Store(tmp_path, {"episodes": 8, "seed": 1})
+    Store(tmp_path, {"episodes": 8, "seed": 1}).cell("a", dict)
     with pytest.raises(ValueError, match=r"output: expected a folder of the same run, got one with episodes 8, not 32"):
         Store(tmp_path, {"episodes": 32, "seed": 1})
     assert json.loads((tmp_path / "run.json").read_text()) == {"episodes": 8, "seed": 1}
+
+
+def test_a_run_without_a_cell_binds_nobody(tmp_path):
+    """One that was refused for its model, say."""
+    Store(tmp_path, {"episodes": 8})
+    Store(tmp_path, {"episodes": 32})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"episodes": 32}

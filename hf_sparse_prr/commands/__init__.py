@@ -1,7 +1,5 @@
 """The command line's subcommands. To add one: a file here with a function, and one line at the end of this file."""
 
-import typer
-
 from hf_sparse_prr.commands import (
     ablation,
     bench,
@@ -15,8 +13,9 @@ from hf_sparse_prr.commands import (
     train_tiny,
     tune,
 )
+from hf_sparse_prr.commands.terminal import Commands
 
-app = typer.Typer(
+app = Commands(
     help="Sparse decoding for Transformers models: predict, reuse, repair.",
     no_args_is_help=True,
     add_completion=False,

@@ -37,10 +37,10 @@ from hf_sparse_prr.commands.arguments import (
     words_of,
 )
 from hf_sparse_prr.commands.plots import plot_growth, ready
-from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
+from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, Commands, one_line_errors
 from hf_sparse_prr.shapes import SHAPES
 
-bench = typer.Typer(help="Time decoding against stock, in one run.", no_args_is_help=True)
+bench = Commands(help="Time decoding against stock, in one run.", no_args_is_help=True)
 _SHAPES = f"Whose layer: {', '.join(SHAPES)}."
 _DTYPE = "float32, bfloat16 or float16; by default float32, on a GPU bfloat16."
 _KERNELS = "auto, hub, reference, a repo id or the path of one."

@@ -12,7 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_sparse_prr.commands.arguments import check_device, dtype_of, numbers_of, one_line_refusals, words_of
+from hf_sparse_prr.commands.arguments import (
+    check_device,
+    dtype_of,
+    numbers_of,
+    one_line_refusals,
+    words_of,
+    writable,
+)
 from hf_sparse_prr.commands.eval_tables import show
 from hf_sparse_prr.commands.terminal import (
     EXIT_DIFFERENT,
@@ -123,6 +130,7 @@ def evaluate_command(
                 device=device,
             )
             parts = {"": grid}
+        writable(output / "results.json")
         try:
             with Bar(notes) as bar:
                 if jobs > 1:

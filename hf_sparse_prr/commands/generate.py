@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from hf_sparse_prr import SparseConfig, patch_model
+from hf_sparse_prr.commands.arguments import check_device
 from hf_sparse_prr.commands.show import as_document, as_tables
 from hf_sparse_prr.commands.terminal import (
     EXIT_DIFFERENT,
@@ -125,8 +126,7 @@ def _load(
     path: Path | None, dtype: Dtype, device: str, settings: dict[str, Any], progress: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model, fetching the default one on first use, and see that it can be patched."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise CommandError(f"--device: expected one that is there, got {device!r} without a CUDA GPU", EXIT_USAGE)
+    check_device(device)
     try:
         path = ensure_smollm2(progress) if path is None else path
         progress(f"loading {path.name}", 0, None)

@@ -52,7 +52,9 @@ def hit_rates(
     notes = Console(stderr=True)
     with one_line_errors(notes), one_line_refusals():
         check_device(device)
-        writable(output)
+        for path, option in ((output, "--output"), (trace, "--trace")):
+            if path is not None:
+                writable(path, option)
         tokens = tokens_of(length, "--length")
         dense = int(dense_layers) if dense_layers.isdecimal() else dense_layers
         setting = Setting("prr", selector, budget_of(budget, tokens), block_size, dense)
@@ -77,7 +79,7 @@ def hit_rates(
         found = {"command": command, "environment": environment(device), **asked, **found}
         write(output, found)
         if kept is not None and trace is not None:
-            kept.save(writable(trace, "--trace").with_name(trace.name))
+            kept.save(trace)
         if as_json:
             print(json.dumps(found))
         else:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_sparse_prr import kernel_check, kernel_loader
-from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, one_line_errors
+from hf_sparse_prr.commands.terminal import EXIT_DIFFERENT, EXIT_USAGE, Bar, CommandError, Commands, one_line_errors
 from hf_sparse_prr.kernel_check import Finding, KernelRepo
 
 EXIT_UPLOAD = 4  # the Hub didn't take it
-kernels = typer.Typer(help="Build, check and publish a kernel repo.", no_args_is_help=True)
+kernels = Commands(help="Build, check and publish a kernel repo.", no_args_is_help=True)
 Repo = Annotated[Path, typer.Argument(help="A folder with a build.toml.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Tests = Annotated[bool, typer.Option("--tests", help="Run the repo's tests through the built copy as well: minutes.")]

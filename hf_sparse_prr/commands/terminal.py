@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,6 +18,19 @@ EXIT_USAGE = 2  # an argument, a setting or an input file is wrong
 EXIT_MODEL = 3  # the model cannot be loaded or is not supported
 EXIT_FETCH = 4  # the demo's model could not be fetched
 EXIT_STOPPED = 130  # Ctrl-C, as shells count it
+
+
+class Commands(typer.Typer):
+    """Commands whose help fills the terminal: a docstring's lines end where the source's do."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        take = super().command
+
+        def add(function: Any) -> Any:
+            paragraphs = inspect.cleandoc(function.__doc__).split("\n\n")
+            return take(name, help="\n\n".join(" ".join(each.split()) for each in paragraphs), **options)(function)
+
+        return add
 
 
 class CommandError(Exception):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_sparse_prr.commands.arguments import check_device, words_of
+from hf_sparse_prr.commands.arguments import check_device, words_of, writable
 from hf_sparse_prr.commands.terminal import EXIT_USAGE, Bar, CommandError, one_line_errors
 from hf_sparse_prr.evidence.making import make
 from hf_sparse_prr.evidence.tasks import TASKS
@@ -44,6 +44,7 @@ def train_tiny(
         for name in names:
             if name not in FAMILIES:
                 raise CommandError(f"--family: expected {', '.join(FAMILIES)}, got {name!r}", EXIT_USAGE)
+            writable(output / name / "config.json")  # before minutes of training
         plan = replace(Plan(), seed=seed, workers=workers)
         made = []
         for name in names:

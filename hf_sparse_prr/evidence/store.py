@@ -19,7 +19,7 @@ class Store:
     def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
         self.folder = folder
         held = folder / "run.json"
-        if held.is_file():
+        if held.is_file() and any((folder / "cells").glob("*.json")):  # one that measured nothing binds nobody
             before = json.loads(held.read_text())
             unlike = [name for name in asked if before.get(name) != asked[name]]
             if unlike:
@@ -48,5 +48,8 @@ def write(path: Path, data: dict[str, Any]) -> None:
     """Under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # where it was stopped between the two
