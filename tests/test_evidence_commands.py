@@ -131,6 +131,7 @@ def test_eval_refuses_in_one_line(tmp_path, arguments, code, words):
     refused = call("eval", *(word for option in usual.items() for word in option))
     assert refused.exit_code == code, refused.output
     assert refused.stderr.splitlines()[-1].startswith("error: ") and words in refused.stderr
+    assert not [*tmp_path.glob("cells/*")]  # nothing was measured before
 
 
 def test_a_model_that_cannot_be_fetched_ends_with_4(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from hf_sparse_prr.config import SparseConfig
 from hf_sparse_prr.demo.progress import Progress, silent
 from hf_sparse_prr.evidence.cells import QUESTION, SEED, Case, TaskGroup, TextGroup
 from hf_sparse_prr.evidence.settings import Setting, settings_for
@@ -97,16 +98,21 @@ def evaluate(
     cells = []
     for name in grid.models:
         subject = load(name, getattr(torch, grid.dtype), grid.device, progress)
+        for case in grid.cases(subject):  # all of them before the first is measured
+            check_case(subject, case, grid)
         for case in grid.cases(subject):
-            check_length(subject, case)
             if mine():
                 cells += _group(subject, case, grid, store, progress)
     return {"grid": grid.asked, "environment": environment(grid.device), "cells": cells}
 
 
-def check_length(subject: Subject, case: Case) -> None:
+def check_case(subject: Subject, case: Case, grid: Grid) -> None:
+    """ValueError for a length or a setting that can't be had."""
     if case.length > subject.longest:
         raise ValueError(f"length: expected at most {subject.longest} for {subject.name}, got {case.length}")
+    for setting in grid.settings(subject, case.length):
+        if setting.mode != "dense":
+            SparseConfig(**setting.overrides())
 
 
 def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Progress) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from hf_sparse_prr import SparseConfig
 from hf_sparse_prr.demo.progress import Progress, silent
-from hf_sparse_prr.evidence.evaluate import Grid, cell_name, check_length, environment, evaluate, every
+from hf_sparse_prr.evidence.evaluate import Grid, cell_name, check_case, environment, evaluate, every
 from hf_sparse_prr.evidence.subjects import TINY, Subject, load_subject
 from hf_sparse_prr.evidence.texts import TEXTS
 from hf_sparse_prr.evidence.tiny import tiny_config
@@ -82,7 +82,7 @@ def files_of(parts: dict[str, Grid], folder: Path, progress: Progress = silent) 
         subject = load_subject(name, getattr(torch, dtype), "cpu", progress)
         for part, grid in parts.items():
             for case in grid.cases(subject) if name in grid.models else ():
-                check_length(subject, case)
+                check_case(subject, case, grid)
                 for setting in grid.settings(subject, case.length):
                     if setting.mode != "dense":
                         SparseConfig(**setting.overrides())
