@@ -22,6 +22,7 @@ from hf_sparse_prr.kernel_loader import OPS, VERSION, KernelError, resolve
 
 _NATIVE = (".so", ".pyd")
 _GENERATED = {"metadata.json", "_ops.py"}
+_WANTED = {"name": str, "version": int, "license": str, "backends": list}  # of [general]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class KernelRepo:
         build = self.folder / "build"
         return sorted(path for path in build.iterdir() if path.is_dir()) if build.is_dir() else []
 
+    @property
+    def beside(self) -> list[str]:
+        """Folders that are published beside `build/`."""
+        return [name for name in ("benchmarks",) if (self.folder / name).is_dir()]
+
 
 def read_repo(folder: Path) -> KernelRepo:
     """ValueError where the folder isn't a kernel repo."""
@@ -69,22 +75,30 @@ def read_repo(folder: Path) -> KernelRepo:
         parts = list(config.get("kernel", {}).values())
         native = [path for part in (config.get("torch", {}), *parts) for path in part.get("src", ())]
         repo = KernelRepo(folder, general, sorted({part["backend"] for part in parts}), native)
-        read = repo.repo_id, repo.version, general["backends"], repo.package
+        if odd := [
+            f"{name} {general[name]!r}" for name, kind in _WANTED.items() if not isinstance(general[name], kind)
+        ]:
+            raise TypeError(", ".join(odd))
+        if not isinstance(repo.repo_id, str):
+            raise TypeError(f"hub.repo-id {repo.repo_id!r}")
     except OSError as error:
         raise ValueError(f"{folder}: expected a folder with a build.toml, got none ({error.strerror})") from error
-    except (KeyError, TypeError, tomllib.TOMLDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(
-            f"{path}: expected TOML with general.name, version, backends and hub.repo-id, got {error!r}"
+            f"{path}: expected TOML with general.name, version, license, backends and hub.repo-id, got {error!r}"
         ) from error
-    if not read[-1].is_dir():
+    if not repo.package.is_dir():
         raise ValueError(f"{folder}: expected the sources in {repo.package}, got no folder")
+    if gone := [path for path in native if not (folder / path).is_file()]:
+        raise ValueError(f"{folder}: expected the sources that build.toml names, got none of {', '.join(gone)}")
     return repo
 
 
 def check(repo: KernelRepo, *, every: bool = False) -> Iterator[Finding]:
     """What is looked at, one by one. every: a variant of each compiled kernel must be there as well."""
-    held = json.loads((repo.package / "metadata.json").read_text())["version"]
-    versions = {"build.toml": repo.version, "metadata.json": held, "this library": VERSION}
+    if every:
+        yield Finding("committed as it is", _uncommitted(repo.folder))
+    versions = {"build.toml": repo.version, "metadata.json": _version_of(repo.package), "this library": VERSION}
     differ = len(set(versions.values())) > 1
     said = ", ".join(f"{where} {version}" for where, version in versions.items())
     yield Finding("one version", f"expected one, got {said}" if differ else None)
@@ -102,6 +116,24 @@ def check(repo: KernelRepo, *, every: bool = False) -> Iterator[Finding]:
     for variant in repo.variants:
         yield Finding(f"{variant.name}: of these sources", _differs(repo, variant))
     yield Finding("the variant that fits this machine", _runs(repo))
+
+
+def _version_of(package: Path) -> object:
+    """What the package's metadata.json says; what is wrong with it, as text."""
+    try:
+        return json.loads((package / "metadata.json").read_text())["version"]
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        return f"({type(error).__name__}: {error})"
+
+
+def _uncommitted(folder: Path) -> str | None:
+    """What of a git checkout nobody else has; None where it is none, which then can't be told."""
+    try:
+        done = subprocess.run(["git", "-C", folder, "status", "--porcelain", "."], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    changed = [line[3:] for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return f"expected a clean checkout, got changes in {', '.join(changed[:3])}" if changed else None
 
 
 def _is_compiled(variant: Path) -> bool:
@@ -216,9 +248,9 @@ def upload(repo: KernelRepo) -> str:
     try:
         api.create_repo(**where, exist_ok=True)
         api.create_branch(**where, branch=branch, exist_ok=True)
-        for name in ("build", "benchmarks"):
-            if (folder := repo.folder / name).is_dir():
-                api.upload_folder(**where, folder_path=folder, path_in_repo=name, revision=branch, **said, **clean)
+        for name in ("build", *repo.beside):
+            folder = repo.folder / name
+            api.upload_folder(**where, folder_path=folder, path_in_repo=name, revision=branch, **said, **clean)
         for revision in (branch, "main"):
             api.upload_file(**where, path_or_fileobj=card, path_in_repo="README.md", revision=revision, **said)
     except (HfHubHTTPError, OSError) as error:

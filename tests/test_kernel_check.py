@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import huggingface_hub
@@ -13,6 +14,14 @@ from hf_sparse_prr.commands import app, terminal
 from hf_sparse_prr.commands.kernels import EXIT_UPLOAD
 
 ROOT = Path(__file__).parents[1]
+GENERAL = """[general]
+name = 'a-b'
+version = 1
+license = 'x'
+backends = ['cpu']
+[general.hub]
+repo-id = 'a/b'
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,11 @@ def test_a_compiled_variant_of_other_sources(repo):
             "expected name 'sparse-prr', got None",
         ),
         (lambda repo: shutil.rmtree(repo / "build"), "expected torch-cpu, torch-cuda, got nothing"),
+        (lambda repo: (repo / "torch-ext/sparse_prr/metadata.json").unlink(), "metadata.json (FileNotFoundError: "),
+        (
+            lambda repo: (repo / "torch-ext/sparse_prr/metadata.json").write_text("{"),
+            "metadata.json (JSONDecodeError: ",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(repo, spoil, words):
@@ -149,7 +163,9 @@ def test_publishing_is_a_dry_run_unless_asked(repo, hub):
     compiled(repo)
     result = call("publish", repo, "--no-tests")
     assert result.exit_code == 0, result.output
-    assert "would upload CARD.md and torch-cpu, torch-cuda, torch-stable-abi210" in result.stdout.replace("\n", " ")
+    assert "would upload CARD.md, benchmarks, torch-cpu, torch-cuda, torch-stable-abi210" in result.stdout.replace(
+        "\n", " "
+    )
     assert f"to {kernel_loader.REPO_ID}, branch v{kernel_loader.VERSION}" in result.stdout
     assert hub.calls == []
 
@@ -163,6 +179,28 @@ def test_publishing_uploads_what_was_checked(repo, hub):
     assert names == ["create_repo", "create_branch", "upload_folder", "upload_folder", "upload_file", "upload_file"]
     given = hub.calls[2][1]
     assert (given["revision"], given["path_in_repo"], given["folder_path"]) == ("v1", "build", repo / "build")
+
+
+def test_a_checkout_with_changes_is_not_published(repo, hub):
+    compiled(repo)
+    (repo.parents[1] / ".gitignore").write_text("build/\n")
+    git = ["git", "-C", str(repo.parents[1]), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    assert call("publish", repo, "--no-tests").exit_code == 0
+    with (repo / "NOTES.md").open("a") as file:
+        file.write("more\n")
+    result = call("publish", repo, "--no-tests", "--upload")
+    assert result.exit_code == terminal.EXIT_DIFFERENT and hub.calls == []
+    assert "expected a clean checkout, got changes in hub_kernels/sparse-prr/NOTES.md" in result.stdout
+    assert problems(repo) == []  # `check` looks at work in progress
+
+
+def test_sources_that_are_named_and_gone(repo):
+    (repo / "topk_cuda/host.h").unlink()
+    result = call("check", repo)
+    assert result.exit_code == terminal.EXIT_USAGE
+    assert "expected the sources that build.toml names, got none of topk_cuda/host.h" in result.stderr
 
 
 def test_a_hub_that_refuses_is_one_line(repo, hub, monkeypatch):
@@ -196,7 +234,13 @@ def test_tests_that_fail_through_the_built_copy_are_a_problem(repo):
     [
         (None, "expected a folder with a build.toml, got none"),
         ("[general", "expected TOML with"),
-        ("[general]\nname = 'x'\n", "expected TOML with general.name, version, backends and hub.repo-id"),
+        ("[general]\nname = 'x'\n", "expected TOML with general.name, version, license, backends and hub"),
+        (GENERAL.replace("1", "'1'"), "hub.repo-id, got TypeError(\"version '1'\")"),
+        (GENERAL.replace("'a-b'", "5"), "hub.repo-id, got TypeError('name 5')"),
+        (GENERAL.replace("'a/b'", "5"), "hub.repo-id, got TypeError('hub.repo-id 5')"),
+        (GENERAL.replace("license", "licence"), "hub.repo-id, got KeyError('license')"),
+        (GENERAL, "expected the sources in"),
+        ("\0", "expected TOML with"),
     ],
 )
 def test_what_is_no_kernel_repo_is_refused(text, words, tmp_path):

@@ -93,8 +93,8 @@ def publish(
     really: Annotated[bool, typer.Option("--upload", help="Upload it; otherwise say what would be.")] = False,
     tests: Annotated[bool, typer.Option(help="Run the repo's tests through the built copy.")] = True,
 ) -> None:
-    """Check everything, then upload CARD.md and build/ to the repo of build.toml, as the branch of its version. Without
-    --upload nothing leaves this machine.
+    """Check everything, then upload CARD.md, benchmarks and build/ to the repo of build.toml, as the branch of its
+    version. Without --upload nothing leaves this machine.
 
     Exit codes: 0 done, 1 something isn't right: nothing was uploaded, 2 not a kernel repo, 4 the Hub didn't take
     it, 130 stopped.
@@ -106,9 +106,9 @@ def publish(
             raise CommandError(
                 "expected all of the above to be well, got problems: nothing was uploaded", EXIT_DIFFERENT
             )
-        names = ", ".join(variant.name for variant in read.variants)
+        names = ", ".join(["CARD.md", *read.beside, *(variant.name for variant in read.variants)])
         if not really:
-            print(f"would upload CARD.md and {names} to {read.repo_id}, branch v{read.version}; --upload does")
+            print(f"would upload {names} to {read.repo_id}, branch v{read.version}; --upload does")
             return
         with Bar(notes) as bar:
             bar(f"uploading to {read.repo_id}", 0, None)
