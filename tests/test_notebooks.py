@@ -23,9 +23,19 @@ SMALL = {
         traced=dict(budget=96, block_size=16),
         traced_layer=0,
         traced_tokens=4,
+        asked=dict(
+            models=("tiny:llama",), tasks=("recall",), lengths=(512,), budgets=("1/4",), block_sizes=(16,), episodes=1
+        ),
     ),
     "03_where_the_time_goes": dict(
-        context=1024, budget=256, rounds=1, steps=6, prompt_tokens=600, new_tokens=4, device="cpu"
+        context=1024,
+        budget=256,
+        rounds=1,
+        steps=6,
+        profiled=(1024, 2048),
+        prompt_tokens=600,
+        new_tokens=4,
+        device="cpu",
     ),
     "04_own_family_or_selector": dict(length=120),
     "05_several_gpus": dict(context=300, depths=(0.2, 0.8), options=("--budget", "96", "--block-size", "16", "--cpu")),
