@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hf_sparse_prr import SparseConfig
 from hf_sparse_prr.demo.progress import Progress, silent
 from hf_sparse_prr.evidence.evaluate import Grid, cell_name, check_case, environment, evaluate, every
 from hf_sparse_prr.evidence.subjects import TINY, Subject, load_subject
@@ -84,7 +83,5 @@ def files_of(parts: dict[str, Grid], folder: Path, progress: Progress = silent) 
             for case in grid.cases(subject) if name in grid.models else ():
                 check_case(subject, case, grid)
                 for setting in grid.settings(subject, case.length):
-                    if setting.mode != "dense":
-                        SparseConfig(**setting.overrides())
                     found.append(stores[part].path(cell_name(subject, case, setting)))
     return found

@@ -20,6 +20,12 @@ def some(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.float
     return torch.tensor(rng.standard_normal(shape), dtype=dtype)
 
 
+def angles(rng: np.random.Generator, rows: int, rotated: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """RoPE's cos and sin, [rows, rotated]."""
+    angle = torch.tensor(rng.uniform(0, 6, (rows, rotated // 2)))
+    return [torch.cat([turn, turn], 1).to(dtype) for turn in (angle.cos(), angle.sin())]
+
+
 def wide(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().double().numpy()
 

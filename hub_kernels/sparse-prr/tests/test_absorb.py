@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from .drawn import DTYPES, some, wide
+from .drawn import DTYPES, angles, some, wide
 
 SHAPES = pytest.mark.parametrize(
     ("batch", "heads", "dim", "channels"), [(1, 3, 24, 64), (2, 2, 16, 70), (3, 1, 1, 1), (1, 2, 33, 130)]
 )
-
-
-def angles(rng, rotated, rows=1, dtype=torch.float32):
-    """cos and sin [rows, rotated]."""
-    angle = torch.tensor(rng.uniform(0, 6, (rows, rotated // 2)))
-    return [torch.cat([turn, turn], 1).to(dtype) for turn in (angle.cos(), angle.sin())]
 
 
 def check(found, products, dtype):
@@ -32,7 +26,7 @@ def test_queries_move_and_the_rest_is_rotated(ops, batch, heads, dim, channels, 
     rng = np.random.default_rng(0)
     queries, ropes = some(rng, batch, heads, dim, dtype=dtype), some(rng, batch, heads, 6, dtype=dtype)
     up = some(rng, heads, dim, channels, dtype=dtype)
-    cos, sin = angles(rng, 6, batch, dtype)
+    cos, sin = angles(rng, batch, 6, dtype)
     output = ops.absorb_queries(queries, ropes, cos, sin, up)
     check(output[..., :channels], np.einsum("bhd,hdc->bhcd", wide(queries), wide(up)), dtype)
     c, s = cos[:, None, :3], sin[:, None, :3]
@@ -42,7 +36,7 @@ def test_queries_move_and_the_rest_is_rotated(ops, batch, heads, dim, channels, 
 
 def test_the_rest_turns_as_an_indexers_queries_do(ops):
     rng = np.random.default_rng(3)
-    ropes, (cos, sin) = some(rng, 2, 5, 12, dtype=torch.float16), angles(rng, 12, dtype=torch.float16)
+    ropes, (cos, sin) = some(rng, 2, 5, 12, dtype=torch.float16), angles(rng, 1, 12, dtype=torch.float16)
     nothing = ropes[..., :0]
     output = ops.absorb_queries(nothing, ropes, cos, sin, torch.ones(5, 0, 0, dtype=torch.float16))
     asked, _ = ops.index_queries(ropes, torch.ones(2, 5), cos, sin, share=1.0, interleaved=True)
@@ -65,7 +59,7 @@ def test_views_and_rows_alone(ops):
     weight = some(rng, 3 * (8 + 12), 40)
     up, down = weight.unflatten(0, (3, 20)).split((8, 12), dim=1)
     queries, ropes = some(rng, 2, 3, 8 + 4).split((8, 4), dim=2)
-    cos, sin = angles(rng, 4)
+    cos, sin = angles(rng, 1, 4)
     output = ops.absorb_queries(queries, ropes, cos, sin, up)
     whole = queries.contiguous(), ropes.contiguous(), cos.expand(2, 4), sin.repeat(2, 1), up.contiguous()
     assert torch.equal(output, ops.absorb_queries(*whole))

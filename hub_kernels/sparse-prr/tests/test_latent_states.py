@@ -5,15 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from .drawn import DTYPES, some, wide
+from .drawn import DTYPES, angles, some, wide
 
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
 COLUMNS = 11
-
-
-def angles(rng, rows, rotated, dtype):
-    angle = torch.tensor(rng.uniform(0, 6, (rows, rotated // 2)))
-    return [torch.cat([turn, turn], 1).to(dtype) for turn in (angle.cos(), angle.sin())]
 
 
 def turned(head, cos, sin, interleaved):
