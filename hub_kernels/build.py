@@ -158,10 +158,12 @@ def build(repo: Path, *, cuda: bool = False) -> list[Path]:
     """Write every variant and return their folders. `build/` is replaced as a whole, or, where a build fails, kept.
 
     Raises:
-        ValueError: build.toml isn't what a build takes, or there is no nvcc.
+        ValueError: build.toml isn't what a build takes, `build` isn't a folder, or there is no nvcc.
         CalledProcessError: nvcc failed, and said why.
     """
     config = read_config(repo, cuda=cuda)
+    if (repo / "build").exists() and not (repo / "build").is_dir():
+        raise ValueError(f"{repo / 'build'}: expected a folder or nothing, got a file")
     nvcc = find_nvcc() if cuda else None
     new = repo / "build.new"
     shutil.rmtree(new, ignore_errors=True)

@@ -52,6 +52,13 @@ def test_a_build_toml_that_cannot_be_built_is_named_and_the_last_build_kept(repo
     assert last.is_dir() and not (repo / "build.new").exists()
 
 
+def test_a_file_in_the_place_of_the_last_build_is_kept(repo):
+    (repo / "build").write_text("mine")
+    with pytest.raises(ValueError, match="build: expected a folder or nothing, got a file"):
+        build(repo)
+    assert (repo / "build").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
