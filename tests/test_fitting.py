@@ -130,3 +130,17 @@ def test_hooks_are_called(short):
         greedy(model, ids, tokens=4)
     assert len(called) == 4
     assert short[1] == [2] * 3
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_an_activation_that_does_something_else_is_called(change, short):
+    model, ids = tiny("llama", layers=3, dtype=torch.bfloat16), prompt(60)
+    activation = model.model.layers[1].mlp.act_fn
+    if change == "hook":
+        activation.register_forward_hook(lambda *given: given[-1] * 0.5)
+    else:
+        activation.forward = torch.relu
+    expected = logits_of(model, ids, 4)
+    with patch_model(model, **SPARSE):
+        assert all(map(torch.equal, logits_of(model, ids, 4), expected))
+    assert short[1] == [2] * 3
