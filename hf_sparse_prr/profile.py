@@ -215,7 +215,9 @@ def user_folder() -> Path:
     try:
         return (Path(named) if named else Path.home() / ".cache" / "hf_sparse_prr") / "profiles"
     except RuntimeError as error:
-        raise ValueError(f"HF_SPARSE_PRR_CACHE: expected a folder where there is no home, got none ({error})") from error
+        raise ValueError(
+            f"HF_SPARSE_PRR_CACHE: expected a folder where there is no home, got none ({error})"
+        ) from error
 
 
 def _users(name: str) -> Path | None:

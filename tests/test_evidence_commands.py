@@ -180,6 +180,19 @@ def test_hit_rates_of_an_indexer_are_of_tokens(tmp_path):
     assert refused.exit_code == 2 and "--trace: expected none for tiny:deepseek_v32" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--selector", "chess", "--selector: expected one of quest, infllm_v2"),
+        ("--trace", "/dev/null/x", "--trace: expected a file that can be written, got /dev/null/x"),
+    ],
+)
+def test_hit_rates_refuses_before_a_model_is_read(tmp_path, monkeypatch, option, value, words):
+    monkeypatch.setattr("hf_sparse_prr.commands.hit_rates.load_subject", lambda *_: pytest.fail("read a model"))
+    refused = call("hit-rates", "--output", tmp_path / "it.json", option, value)
+    assert refused.exit_code == 2 and words in refused.stderr.replace("\n", " ")
+
+
 def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     from hf_sparse_prr.commands import train_tiny
     from hf_sparse_prr.evidence.making import make
