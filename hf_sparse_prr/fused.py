@@ -81,6 +81,11 @@ def is_norm(norm: Any, modeling: Any) -> bool:
     return named and norm.weight.dtype in DTYPES and why_not_module(norm) is None
 
 
+def is_silu(activation: Any) -> bool:
+    """Whether it does x * sigmoid(x), and a hook or another forward nothing else."""
+    return type(activation).__name__ in _SILU and why_not_module(activation) is None
+
+
 class FusedLayer:
     """Stands in for the forward of a decoder layer, for one token of one row that selects."""
 
@@ -97,7 +102,7 @@ class FusedLayer:
             if states and out and is_norm(self.norms[0], modeling):
                 self.states, self.out = states, out
         activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-        plain = type(mlp).__module__ == modeling.__name__ and type(activation).__name__ in _SILU
+        plain = type(mlp).__module__ == modeling.__name__ and is_silu(activation)
         if plain and why_not_module(mlp) is None and hasattr(mlp, "down_proj"):
             if hasattr(mlp, "gate_up_proj"):
                 gates = _halves(linears([mlp.gate_up_proj]))

@@ -176,7 +176,7 @@ class SparseLayer(CacheLayerMixin):
             self.settle()
         keys, values, begin = self.keys, self.values, self.length
         for states, buffer in ((key, keys), (value, values)):
-            like = states.dtype == buffer.dtype and states.shape[1] == buffer.shape[1]
+            like = states.dtype == buffer.dtype and states.shape[:2] == buffer.shape[:2]
             if not like or states.shape[3] != buffer.shape[3]:
                 check_states(self, key, value)  # says what is wrong
         keys.narrow(2, begin, 1).copy_(key)

@@ -182,15 +182,19 @@ def parse(document: Any, where: str) -> Profile:
             for each in known["contexts"]
         )
         profile = Profile(Key(**known["key"]), dict(known["made"]), contexts)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: expected the figures of a profile, got {error!r}; {_REMEDY}") from error
     tokens = [at.context for at in contexts]
-    check(len(tokens) > 0 and tokens == sorted(set(tokens)), "ascending contexts", tokens)
+    check(len(tokens) > 0 and tokens == sorted(set(tokens)) and tokens[0] > 0, "ascending contexts above 0", tokens)
     alike = {(*at.speculate, *(cell[:2] for cell in at.cells)) for at in contexts}
     check(len(alike) == 1, "the same ratios and hit rates at every context", len(alike))
     for at in contexts:
         figures = [at.select, at.serial, *at.speculate.values(), *(us for cell in at.cells for us in cell[2:])]
         check(all(math.isfinite(us) and us > 0 for us in figures), "times above 0", min(figures))
+        ratios = [*at.speculate, *(cell.ratio for cell in at.cells)]
+        check(all(math.isfinite(ratio) and ratio > 0 for ratio in ratios), "ratios above 0", ratios)
+        rates = [cell.hit_rate for cell in at.cells]
+        check(all(0 <= rate <= 1 for rate in rates), "hit rates from 0 to 1", rates)
         lacking = [ratio for ratio in at.speculate if not any(cell.ratio == ratio for cell in at.cells)]
         check(bool(at.speculate) and not lacking, "cells of each ratio", lacking)
     return profile
@@ -206,21 +210,36 @@ def read(path: Path) -> Profile:
 
 
 def user_folder() -> Path:
-    """Where `hf-sparse-prr profile` writes."""
-    return Path(os.environ.get("HF_SPARSE_PRR_CACHE") or Path.home() / ".cache" / "hf_sparse_prr") / "profiles"
+    """Where `hf-sparse-prr profile` writes. ValueError for a user without a home, who names none."""
+    named = os.environ.get("HF_SPARSE_PRR_CACHE")
+    try:
+        return (Path(named) if named else Path.home() / ".cache" / "hf_sparse_prr") / "profiles"
+    except RuntimeError as error:
+        raise ValueError(
+            f"HF_SPARSE_PRR_CACHE: expected a folder where there is no home, got none ({error})"
+        ) from error
+
+
+def _users(name: str) -> Path | None:
+    """The user's own file; None too where a home or a folder can't be looked into."""
+    try:
+        path = user_folder() / name
+        return path if path.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def find(key: Key) -> Profile | None:
     """The profile for this key and no other: the user's own, else a committed one. ValueError as `read`, and where a
     file of its name is for something else."""
-    for folder in (user_folder(), _COMMITTED):
-        path = folder / key.file_name
-        if path.is_file():
-            profile = read(path)
-            if profile.key != key:
-                raise ValueError(f"{path}: expected a profile for {key}, got one for {profile.key}; {_REMEDY}")
-            return profile
-    return None
+    committed = _COMMITTED / key.file_name
+    path = _users(key.file_name) or (committed if committed.is_file() else None)
+    if path is None:
+        return None
+    profile = read(path)
+    if profile.key != key:
+        raise ValueError(f"{path}: expected a profile for {key}, got one for {profile.key}; {_REMEDY}")
+    return profile
 
 
 def sources_of(kernels: ModuleType) -> str:

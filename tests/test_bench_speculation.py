@@ -90,6 +90,7 @@ def test_the_command_measures_keeps_profiles_and_reads_them_again(tmp_path):
         (["--context", "2M"], ("context", "2097152")),
         (["--profile", "nowhere.json"], ("nowhere.json", "expected JSON")),
         (["--output", "/dev/null"], ("--output", "expected a folder")),
+        (["--output", "/dev/null/x"], ("--output", "expected a folder")),
     ],
 )
 def test_the_command_refuses_what_cannot_be(arguments, words):

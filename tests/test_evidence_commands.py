@@ -1,6 +1,9 @@
 """`eval`, `hit-rates` and `train-tiny` on the command line: what they write and print, and what they refuse."""
 
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -95,6 +98,17 @@ def test_jobs_measure_before_the_cells_are_read(tmp_path, monkeypatch):
     assert seen == [([""], tmp_path, 3)]
 
 
+def test_a_killed_process_ends_with_one_line_and_loses_no_cell(tmp_path, monkeypatch):
+    def kill(bar, stage, done, total):
+        if stage == "cells":
+            os.kill(min(process.pid for process in multiprocessing.active_children()), signal.SIGKILL)
+
+    monkeypatch.setattr(command.Bar, "__call__", kill)
+    killed = call(*EVAL, "--budget", "1/4", "--jobs", 2, "--output", tmp_path)
+    assert killed.exit_code == 2
+    assert "signal SIGKILL); what is measured is kept: run it again" in killed.stderr
+
+
 @pytest.mark.parametrize("option, value", [("--task", "recall"), ("--episodes", "32"), ("--dense-layers", "0")])
 def test_full_stands_alone(tmp_path, option, value):
     refused = call("eval", "--full", option, value, "--output", tmp_path)
@@ -106,6 +120,7 @@ def test_the_verdict_counts_answers():
     cell = {"model": "m", "task": "t", "length": 1, "depth": None, "selector": "q", "budget": 1, "block_size": 1}
     cells = [{**cell, "mode": mode, "digest": ["a"], "answers": [[1], [2]]} for mode in ("serial", "prr")]
     assert eval_tables.verdict(cells) == "PRR equals serial in all 1 cells: 2 answers, and every logit to the bit"
+    assert eval_tables.verdict(cells[:1]) == "PRR is compared with serial nowhere: no cell of both"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +178,19 @@ def test_hit_rates_of_an_indexer_are_of_tokens(tmp_path):
     assert "512 tokens selected a step" in result.stdout and "topic changes at step 16" in result.stdout
     refused = call("hit-rates", *options, "--trace", tmp_path / "t.safetensors")
     assert refused.exit_code == 2 and "--trace: expected none for tiny:deepseek_v32" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--selector", "chess", "--selector: expected one of quest, infllm_v2"),
+        ("--trace", "/dev/null/x", "--trace: expected a file that can be written, got /dev/null/x"),
+    ],
+)
+def test_hit_rates_refuses_before_a_model_is_read(tmp_path, monkeypatch, option, value, words):
+    monkeypatch.setattr("hf_sparse_prr.commands.hit_rates.load_subject", lambda *_: pytest.fail("read a model"))
+    refused = call("hit-rates", "--output", tmp_path / "it.json", option, value)
+    assert refused.exit_code == 2 and words in refused.stderr.replace("\n", " ")
 
 
 def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):

@@ -110,6 +110,16 @@ def test_states_of_another_dtype_are_refused():
             model(ids[:, :1], past_key_values=cache)
 
 
+def test_a_buffer_of_other_rows_is_refused():
+    model, ids = tiny("llama", layers=3), prompt(20)
+    with patch_model(model, **SPARSE), torch.no_grad():
+        cache = SparseCache(model)
+        model(ids, past_key_values=cache)
+        cache.layers[1].batch_repeat_interleave(2)  # one row would be written to both
+        with pytest.raises(ValueError, match=r"key states: expected \[B, H, D\] = \[2, 2, 8\] .*, got \[1, 2, 8\]"):
+            model(ids[:, :1], past_key_values=cache)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_other_modes_of_torch_go_the_long_way(mode, short):
     model, ids = tiny("llama", layers=3), prompt(20)
@@ -129,4 +139,18 @@ def test_hooks_are_called(short):
     with patch_model(model, **SPARSE):
         greedy(model, ids, tokens=4)
     assert len(called) == 4
+    assert short[1] == [2] * 3
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_an_activation_that_does_something_else_is_called(change, short):
+    model, ids = tiny("llama", layers=3, dtype=torch.bfloat16), prompt(60)
+    activation = model.model.layers[1].mlp.act_fn
+    if change == "hook":
+        activation.register_forward_hook(lambda *given: given[-1] * 0.5)
+    else:
+        activation.forward = torch.relu
+    expected = logits_of(model, ids, 4)
+    with patch_model(model, **SPARSE):
+        assert all(map(torch.equal, logits_of(model, ids, 4), expected))
     assert short[1] == [2] * 3

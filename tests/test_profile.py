@@ -67,6 +67,54 @@ def test_a_file_that_is_something_else_is_refused(folder, changes, expected):
         find(KEY)
 
 
+@pytest.mark.parametrize(
+    "place, value, expected",
+    [
+        (("contexts", 0, "context"), float("inf"), "expected the figures of a profile, got OverflowError"),
+        (("contexts", 0, "context"), 0, r"expected ascending contexts above 0, got \[0, 4096\]"),
+        (("contexts", 0, "serial"), 10**400, "expected the figures of a profile, got OverflowError"),
+        (("contexts", 0, "cells", 0, 1), float("nan"), r"expected hit rates from 0 to 1, got \[nan"),
+        (("contexts", 0, "speculate", 0, 0), float("inf"), r"expected ratios above 0, got \[inf"),
+        (("contexts", 0, "cells", 0, 0), -1, r"expected ratios above 0, got \[0.5, 1.0, 2.0, -1.0"),
+    ],
+    ids=["context inf", "context 0", "serial 1e400", "hit rate nan", "ratio inf", "ratio of a cell -1"],
+)
+def test_figures_that_no_step_has_are_refused(place, value, expected):
+    document = json.loads(json.dumps(made_up(KEY).document()))
+    if place[2] in ("cells", "speculate"):  # alike at every context
+        document["contexts"].pop()
+    *folders, name = place
+    held = document
+    for each in folders:
+        held = held[each]
+    held[name] = value
+    with pytest.raises(ValueError, match=expected):
+        parse(document, "it")
+
+
+@pytest.mark.parametrize("failure", [PermissionError("no"), ValueError("no home")])
+def test_a_folder_that_cannot_be_looked_into_holds_no_profile(monkeypatch, failure):
+    def fail():
+        raise failure
+
+    monkeypatch.setattr(profiles, "user_folder", fail)
+    key = Key("NVIDIA H200", "cuda", 1, 32, 8, 128, "bfloat16", 1, "quest", 64, 64)
+    assert find(KEY) is None and find(key) is not None  # a committed one is found as ever
+
+
+def test_without_a_home_a_folder_has_to_be_named(monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HF_SPARSE_PRR_CACHE")
+    monkeypatch.setattr(Path, "home", fail)
+    with pytest.raises(ValueError, match="HF_SPARSE_PRR_CACHE: expected a folder where there is no home, got none"):
+        profiles.user_folder()
+    assert find(KEY) is None
+    result = call("--context", 1024, "--device", "cpu")
+    assert result.exit_code == terminal.EXIT_USAGE and "expected a folder" in result.stderr.replace("\n", " ")
+
+
 def test_no_json_and_times_of_zero_are_refused(folder):
     (folder / KEY.file_name).write_text("{")
     with pytest.raises(ValueError, match=r"expected JSON.*delete it"):

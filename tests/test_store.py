@@ -53,3 +53,25 @@ def test_a_run_without_a_cell_binds_nobody(tmp_path):
     Store(tmp_path, {"episodes": 8})
     Store(tmp_path, {"episodes": 32})
     assert json.loads((tmp_path / "run.json").read_text()) == {"episodes": 32}
+
+
+def test_a_run_that_another_one_overtook_is_refused_at_its_first_cell(tmp_path):
+    late = Store(tmp_path, {"episodes": 16})
+    Store(tmp_path, {"episodes": 8}).cell("a", dict)
+    with pytest.raises(ValueError, match=r"got one with episodes 8, not 16"):
+        late.cell("b", dict)
+    assert not late.path("b").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "expected JSON, got Expecting"), ("[]", "expected a JSON object, got list")]
+)
+def test_files_that_are_something_else_are_named(tmp_path, text, message):
+    store = Store(tmp_path, {"seed": 1})
+    store.cell("a", dict)
+    store.path("a").write_text(text)
+    with pytest.raises(ValueError, match=rf"a\.json: {message}.*; delete it"):
+        store.cell("a", dict)
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"run\.json: {message}.*; delete it"):
+        Store(tmp_path, {"seed": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,18 @@ def writable(path: Path, option: str = "--output") -> Path:
             f"{option}: expected a file that can be written, got {path} ({error})", EXIT_USAGE
         ) from error
     return new
+
+
+def folder_at(path: Path, option: str = "--output") -> None:
+    """Make the folder where it isn't there; a refusal where no file can be written in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"{option}: expected a folder that can be written to, got {path} ({error})", EXIT_USAGE
+        ) from error
 
 
 def check_device(device: str) -> None:

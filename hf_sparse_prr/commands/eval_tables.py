@@ -42,6 +42,8 @@ def verdict(cells: list[dict[str, Any]]) -> str:
     if wrong:
         names = [" ".join(str(cell[key]) for key in ("model", "task", "length", "label")) for cell in wrong]
         return f"PRR DIFFERS from serial in {len(wrong)} of {pairs} cells, this is a bug: {', '.join(names)}"
+    if not pairs:
+        return "PRR is compared with serial nowhere: no cell of both"
     return f"PRR equals serial in all {pairs} cells: {answers} answers, and every logit to the bit"
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from torch.multiprocessing import ProcessExitedException
 
 from hf_sparse_prr.commands.arguments import (
     check_device,
@@ -140,6 +141,11 @@ def evaluate_command(
             raise CommandError(error, EXIT_MODEL) from error
         except FetchError as error:
             raise CommandError(error, EXIT_FETCH) from error
+        except ProcessExitedException as error:
+            if error.signal_name is None:
+                raise
+            told = f"--jobs: expected processes that live, got one that was ended ({error}); what is measured is kept: "
+            raise CommandError(f"{told}run it again, with fewer jobs if memory was short", EXIT_USAGE) from error
         found["command"] = shlex.join(["hf-sparse-prr", *sys.argv[1:]])
         write(output / "results.json", found)
         if as_json:

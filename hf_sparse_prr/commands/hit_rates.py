@@ -26,6 +26,7 @@ from hf_sparse_prr.evidence.settings import Setting, budget_of
 from hf_sparse_prr.evidence.store import write
 from hf_sparse_prr.evidence.subjects import load_subject
 from hf_sparse_prr.indexed import indexer_of
+from hf_sparse_prr.selectors import SELECTORS
 
 
 def hit_rates(
@@ -58,6 +59,8 @@ def hit_rates(
         tokens = tokens_of(length, "--length")
         dense = int(dense_layers) if dense_layers.isdecimal() else dense_layers
         setting = Setting("prr", selector, budget_of(budget, tokens), block_size, dense)
+        if selector not in SELECTORS:
+            raise CommandError(f"--selector: expected one of {', '.join(SELECTORS)}, got {selector!r}", EXIT_USAGE)
         try:
             with Bar(notes) as bar:
                 subject = load_subject(model, torch.float32, device, bar)

@@ -73,7 +73,8 @@ def profile(
         number, contexts = dtype_of(dtype, device), numbers_of("--context", context) or CONTEXTS
         ratios = positives_of("--spec-ratio", spec_ratio) or RATIOS
         size = int(block_size) if block_size.isdecimal() else block_size
-        new = None if output is None else writable(output)
+        # Here: before minutes of work
+        new = writable(output or profiles.user_folder() / "any.json")
         if plot is not None:
             ready(plot)
         with Bar(notes) as bar:
@@ -81,7 +82,7 @@ def profile(
                 shape, contexts, selector, budget, size, batch, number, device, rounds, layers, ratios, kernels, bar
             )
         path = output or profiles.user_folder() / found.key.file_name
-        new = new or writable(path)
+        new = new if output else writable(path)
         new.write_text(json.dumps(found.document(), indent=1) + "\n")
         new.replace(path)  # a process that starts meanwhile reads the old file or the new one
         if plot is not None:

@@ -15,6 +15,7 @@ from hf_sparse_prr.bench_speculation import CONTEXTS, HITS, bench_speculation, t
 from hf_sparse_prr.commands.arguments import (
     check_device,
     dtype_of,
+    folder_at,
     numbers_of,
     one_line_refusals,
     positives_of,
@@ -82,9 +83,7 @@ def speculation(
         if not all(0 <= rate <= 1 for rate in rates):
             raise CommandError(f"--hits: expected numbers from 0 to 1, got {','.join(map(str, rates))}", EXIT_USAGE)
         if output is not None:
-            if output.exists() and not output.is_dir():
-                raise CommandError(f"--output: expected a folder, got the file {output}", EXIT_USAGE)
-            output.mkdir(parents=True, exist_ok=True)  # here: before minutes of work
+            folder_at(output)  # here: before minutes of work
         if profile:
             given = [read(path) for path in profile]
             tables = [

@@ -47,6 +47,7 @@ def run_jobs(parts: dict[str, Grid], folder: Path, jobs: int, progress: Progress
 
     Raises:
         ValueError: what can't be had.  torch.multiprocessing.ProcessRaisedException: a process failed.
+        torch.multiprocessing.ProcessExitedException: one was killed.
     """
     from torch.multiprocessing import get_context, start_processes
 

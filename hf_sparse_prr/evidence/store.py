@@ -13,35 +13,50 @@ class Store:
     """A folder with `run.json`, what was asked for, and a file for each cell.
 
     Raises:
-        ValueError: the folder holds cells of other settings.
+        ValueError: the folder holds cells of other settings, or a file that isn't a JSON object.
     """
 
     def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.folder = folder
-        held = folder / "run.json"
-        if held.is_file() and any((folder / "cells").glob("*.json")):  # one that measured nothing binds nobody
-            before = json.loads(held.read_text())
-            unlike = [name for name in asked if before.get(name) != asked[name]]
-            if unlike:
-                name = unlike[0]
-                raise ValueError(
-                    f"output: expected a folder of the same run, got one with {name} {before.get(name)!r}, not "
-                    f"{asked[name]!r}; name another folder, or delete {folder}"
-                )
+        self.folder, self._asked = folder, asked
+        self._held = folder / "run.json"
+        if self._held.is_file() and any((folder / "cells").glob("*.json")):  # one that measured nothing binds nobody
+            self._check()
         else:
-            write(held, asked)
+            write(self._held, asked)
+
+    def _check(self) -> None:
+        before = read(self._held)
+        unlike = [name for name in self._asked if before.get(name) != self._asked[name]]
+        if unlike:
+            name = unlike[0]
+            raise ValueError(
+                f"output: expected a folder of the same run, got one with {name} {before.get(name)!r}, not "
+                f"{self._asked[name]!r}; name another folder, or delete {self.folder}"
+            )
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The cell's results: read where they are there, else measured and kept."""
         path = self.path(name)
         if not path.is_file():
-            write(path, measure())
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+            found = measure()
+            self._check()  # again: another run may have begun in the folder meanwhile
+            write(path, found)
+        return read(path)
 
     def path(self, name: str) -> Path:
         """Of a cell's file."""
         return self.folder / "cells" / f"{name}.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` has written. ValueError for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}; delete it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}; delete it")
+    return found
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -201,6 +201,13 @@ def test_no_row(ops):
     assert ops.index_queries(*given, share=1.0, interleaved=True)[0].shape == (0, 2, 16)
 
 
+def test_heads_without_a_channel_have_weights(ops):
+    given = query_problem(np.random.default_rng(6), 2, 3, 0, 0, torch.float32)
+    asked, shares = ops.index_queries(*given, share=2.0, interleaved=True)
+    assert asked.shape == (2, 3, 0)
+    assert torch.equal(shares, given[1] * 2)
+
+
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
@@ -212,6 +219,7 @@ def test_no_row(ops):
         (5, torch.ones(1, 10, 8), r"ropes: expected \[B, T, A\] = \[1, 11, ..\], got \[1, 10, 8\]"),
         (6, torch.ones(1), "end: expected torch.int8 or .*, got torch.float32"),
         (4, None, "latents: expected a tensor, got NoneType"),
+        (4, torch.ones(1, 0, 16), "latents: expected T >= 1 columns, got 0"),
     ],
 )
 def test_latents_that_are_refused(ops, at, value, message):
@@ -219,7 +227,7 @@ def test_latents_that_are_refused(ops, at, value, message):
     before, given[at] = given[4].clone(), value
     with pytest.raises(ValueError, match=message):
         ops.latent_append(*given, eps=0.0)
-    if given[4] is not None:
+    if at != 4:
         assert torch.equal(given[4], before)
 
 
@@ -239,6 +247,7 @@ def test_angles_of_other_channels(ops, channels):
         (3, torch.ones(16).half(), "norm: expected torch.float32, got torch.float16"),
         (4, None, "bias: expected a tensor, got NoneType"),
         (5, torch.ones(1, 16), r"keys: expected \[B, T, E\], got \[1, 16\]"),
+        (5, torch.ones(1, 0, 16), "keys: expected T >= 1 columns, got 0"),
         (6, torch.tensor([1, 2]), r"end: expected \[B\] = \[1\], got \[2\]"),
     ],
 )

@@ -123,6 +123,12 @@ def test_what_is_refused(ops, name, value, message):
     assert torch.equal(given["keys"], before)
 
 
+def test_a_buffer_without_a_column_is_refused(ops):
+    none = torch.ones(1, 2, 0, 8)
+    with pytest.raises(ValueError, match="keys: expected T >= 1 columns, got 0"):
+        ops.rotate_append(torch.ones(1, 48), torch.ones(1, 8), torch.ones(1, 8), none, none, torch.tensor([1]))
+
+
 @pytest.mark.parametrize("channels", [7, 10])
 def test_channels_that_cannot_turn(ops, channels):
     angle = torch.ones(1, channels)

@@ -61,6 +61,12 @@ def expect_rows(valid: Any, start: Any, end: Any, batch: int, columns: int, devi
     expect("end", end, "B", (batch,), INTEGERS, device)
 
 
+def expect_column(name: str, columns: int) -> None:
+    """ValueError for a buffer without any column, into which one is to be written."""
+    if columns == 0:
+        raise ValueError(f"{name}: expected T >= 1 columns, got 0")
+
+
 def size_or_1(tensor: Any, dim: int, size: int) -> int:
     """What to expect along `dim` of a tensor that may have 1 there, for all, instead of `size`."""
     return 1 if isinstance(tensor, torch.Tensor) and tensor.shape[dim : dim + 1] == (1,) else size

@@ -4,7 +4,7 @@ and keys into the buffers. What depends on the first projections alone is apart,
 import torch
 
 from .append import append_states
-from .check import FLOATS, INTEGERS, expect
+from .check import FLOATS, INTEGERS, expect, expect_column
 from .linear import rms_norm
 from .rotate import check_all_angles, check_angles, turned
 
@@ -21,6 +21,7 @@ def check_latent_append_arguments(
     """Raise ValueError for what the host can tell is outside the contract of `latent_append`."""
     expect("latents", latents, "B, T, C", (None,) * 3, FLOATS)
     (batch, columns, channels), device, dtypes = latents.shape, latents.device, (latents.dtype,)
+    expect_column("latents", columns)
     expect("ropes", ropes, "B, T, A", (batch, columns, None), dtypes, device)
     rotated = ropes.shape[2]
     expect("compressed", compressed, "B, C + A", (batch, channels + rotated), dtypes, device)
@@ -40,7 +41,8 @@ def check_index_append_arguments(
 ) -> None:
     """Raise ValueError for what the host can tell is outside the contract of `index_append`."""
     expect("keys", keys, "B, T, E", (None,) * 3, FLOATS)
-    (batch, _, dim), device, dtypes = keys.shape, keys.device, (keys.dtype,)
+    (batch, columns, dim), device, dtypes = keys.shape, keys.device, (keys.dtype,)
+    expect_column("keys", columns)
     expect("key", key, "B, E", (batch, dim), dtypes, device)
     check_angles(cos, sin, batch, dim, keys)
     expect("norm", norm, "E", (dim,), dtypes, device)

@@ -3,7 +3,7 @@
 import torch
 
 from .append import append_states
-from .check import FLOATS, INTEGERS, expect, size_or_1
+from .check import FLOATS, INTEGERS, expect, expect_column, size_or_1
 from .linear import rms_norm
 
 
@@ -49,6 +49,7 @@ def check_rotate_arguments(
     """Query heads. Raise ValueError for what the host can tell is outside the contract of `rotate_append`."""
     expect("keys", keys, "B, H, T, D", (None,) * 4, FLOATS)
     (batch, heads, columns, dim), device, dtypes = keys.shape, keys.device, (keys.dtype,)
+    expect_column("keys", columns)
     expect("values", values, "B, H, T, D'", (batch, heads, columns, None), dtypes, device)
     expect("states", states, "B, Y", (batch, None), dtypes, device)
     queries = states.shape[1] - heads * (dim + values.shape[3])

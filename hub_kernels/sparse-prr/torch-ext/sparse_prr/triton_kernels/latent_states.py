@@ -149,7 +149,7 @@ def index_queries(
     batch, heads, dim = queries.shape
     asked = torch.empty((batch, heads, dim), dtype=queries.dtype, device=queries.device)
     shares = torch.empty((batch, heads), dtype=torch.float32, device=queries.device)
-    if shares.numel() and dim:
+    if shares.numel():  # without a channel there still are weights
         _index_queries[(heads, batch)](
             queries, weights, cos, sin, asked, shares, share,
             *queries.stride(), *weights.stride(), *shared(cos, sin),
