@@ -64,4 +64,4 @@ def _let_norms_through(model: Any) -> None:
         for name in ("q_norm", "k_norm"):
             norm = getattr(layer.self_attn, name, None)
             if norm is not None:
-                torch.nn.init.constant_(norm.weight, 3.0 if index == 0 else 1.5)
+                torch.nn.init.constant_(norm.weight, 3.0 if index == 0 else 2.5)
