@@ -41,6 +41,7 @@ OPS = (
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "listed_attention",
     "masked_attention",
     "merge_partials",
     "normalise",

@@ -15,10 +15,13 @@ class Absorbed(NamedTuple):
     down: torch.Tensor
     shift: torch.Tensor | None
 
+    def moved(self, nope: torch.Tensor) -> torch.Tensor:
+        """[B, Q, H, C] of queries without their RoPE part, [B, H, Q, key channels]."""
+        return torch.einsum("bhqn,bhnc->bqhc" if self.up.dim() == 4 else "bhqn,hnc->bqhc", nope, self.up)
+
     def queries(self, nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """[B, Q, H, C + A] of queries in two parts, [B, H, Q, key channels] and [B, H, Q, A], post-RoPE."""
-        moved = torch.einsum("bhqn,bhnc->bqhc" if self.up.dim() == 4 else "bhqn,hnc->bqhc", nope, self.up)
-        return torch.cat([moved, rope.transpose(1, 2)], dim=-1)
+        return torch.cat([self.moved(nope), rope.transpose(1, 2)], dim=-1)
 
     def values(self, latents: torch.Tensor, kernels: Any = None) -> torch.Tensor:
         """[B, Q, H, value channels] of attended latents [B, Q, H, C]. kernels: of a token whose linear parts are

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 # Products over gathered latents take as long as so many of SDPA's. DeepSeek-V3.2's layer, 2 CPU cores, float32: 64
 # queries over 3000 tokens 1.8 s expanded and 2.7 gathered, over 6000 6.3 and 3.5; 256 over 6000 12.0 and 11.5
 _GATHERED = 3
+_LISTED = 1.0  # the same of the kernels on a GPU
 _SCORED = 32  # bytes that a score takes: itself, in float64 and as a key of the top-k
+_KERNEL_SCORED = 8  # by kernels: itself, and the mask
 
 
 class Run:
@@ -114,10 +116,14 @@ class Run:
 
     def _bytes(self, columns: int) -> int:
         """That a query token takes while it is worked on: scores and what the top-k makes of them, a mask, gathered
-        latents and weights, as the references hold them."""
-        batch, heads = self.new.nope.shape[:2]
-        slots = min(self.plan.blocks, columns)
-        gathered = slots * (self.new.latent.shape[3] + self.new.key.shape[3]) * 2 * self.new.latent.element_size()
+        latents and weights, as the references hold them. Kernels hold neither of the last two, but the query moved to
+        latents and what it attended to: as few queries as the references take leave most of a GPU idle (8K tokens of
+        DeepSeek-V3.2's layer took 37.8 ms in 71 parts and 22.4 in 5)."""
+        (batch, heads), latent = self.new.nope.shape[:2], self.new.latent
+        channels, rope, slots = latent.shape[3], self.new.key.shape[3], min(self.plan.blocks, columns)
+        if self._has_kernels:
+            return batch * (columns * _KERNEL_SCORED + heads * (3 * channels + rope) * latent.element_size())
+        gathered = slots * (channels + rope) * 2 * latent.element_size()
         return batch * (columns * _SCORED + min(gathered, 2**26) + heads * slots * 16)
 
     def _select(self, begin: int, end: int) -> torch.Tensor:
@@ -141,7 +147,7 @@ class Run:
         expansion = 0 if self._expanded is not None else columns * channels * wide
         dense = expansion + count * columns * (wide + rope)
         sparse = count * (min(self.plan.blocks, columns) * (2 * channels + rope) + channels * wide)
-        return dense < _GATHERED * sparse
+        return dense < (_LISTED if self._has_kernels else _GATHERED) * sparse
 
     def _dense(self, begin: int, end: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Over expanded K/V, under a mask of what was chosen: by the stock attention function, or on a GPU by a kernel
@@ -154,7 +160,7 @@ class Run:
         seen = torch.zeros((*chosen.shape[:2], columns + 1), dtype=torch.bool, device=chosen.device)
         seen.scatter_(2, torch.where(chosen >= 0, chosen, columns).long(), True)
         seen = seen[:, :, :columns]
-        if self._has_kernel(chosen):
+        if self._has_kernels:
             nope, rope = (part[:, :, begin:end] for part in (self.new.nope, self.new.rope))
             data = (keys[..., : nope.shape[3]], self.layer.values[:, 0, :columns], values, seen)
             first = self.step.begin + begin
@@ -174,11 +180,12 @@ class Run:
         with without_cudnn() if on_gpu("sdpa", query.device) else nullcontext():
             return attention(module, query, keys, values, mask, dropout=0.0, scaling=module.scaling, **self.kwargs)
 
-    def _has_kernel(self, chosen: torch.Tensor) -> bool:
+    @cached_property
+    def _has_kernels(self) -> bool:
         """Of a plain prompt in half precision. Its weights aren't kept, and the stock masks aren't per token."""
         plain = self.mask is None and self.module.config._attn_implementation != "eager"
         half = self.new.latent.dtype in (torch.bfloat16, torch.float16)
-        on_gpu = chosen.is_cuda and self.handle.kernels.backend in ("cuda", "triton")
+        on_gpu = self.new.latent.is_cuda and self.handle.kernels.backend in ("cuda", "triton")
         return plain and half and on_gpu and not torch.compiler.is_compiling()
 
     def _absorbed_query(self, begin: int, end: int) -> torch.Tensor:
@@ -188,9 +195,12 @@ class Run:
         return self.absorbed.queries(self.new.nope[:, :, begin:end], self.new.rope[:, :, begin:end])
 
     def _sparse(self, begin: int, end: int, chosen: torch.Tensor) -> torch.Tensor:
-        latents, ropes = self.layer.keys[:, 0], self.layer.values[:, 0]
-        query, scale = self._absorbed_query(begin, end), self.module.scaling
-        nothing = chosen[:, :, :0]
+        latents, ropes, scale = self.layer.keys[:, 0], self.layer.values[:, 0], self.module.scaling
+        if self._has_kernels and end - begin > 1:  # one alone is few programs
+            query, rope = self.absorbed.moved(self.new.nope[:, :, begin:end]), self.new.rope[:, :, begin:end]
+            output = self.kernels.listed_attention(query, rope.transpose(1, 2), latents, ropes, chosen, scale=scale)
+            return self.absorbed.values(output)
+        query, nothing = self._absorbed_query(begin, end), chosen[:, :, :0]
         output = self.kernels.latent_attention(query, latents, ropes, chosen, nothing, None, scale=scale)
         return self.absorbed.values(output, self.fused)
 

@@ -1,29 +1,36 @@
-"""Prompts of models with an indexer, by the kernel that takes a mask as it is: what stock attention gives under it."""
+"""Prompts of models with an indexer, by the kernels that a GPU has for them, under a mask or over lists: what stock
+attention gives under the mask."""
 
 import pytest
 import torch
 from models import TOLERANCE, left_pad, prompt, tiny
 
-from hf_sparse_prr import SparseCache, patch_model
+from hf_sparse_prr import SparseCache, kernel_loader, patch_model
 from hf_sparse_prr.patches import _mla_run
 
 pytestmark = pytest.mark.compat
 FAMILIES = pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 
 
-@pytest.fixture
-def by_kernel(monkeypatch):
+OPS = {"masked_attention": 1000.0, "listed_attention": 0.0}  # and how dear lists are said to be, so that it is chosen
+
+
+@pytest.fixture(params=OPS)
+def by_kernel(request, monkeypatch):
     """The op runs for every prompt that has no mask of its own; the list counts its calls."""
-    calls = []
+    kernels = kernel_loader.resolve("auto", False).module
+    calls, op = [], getattr(kernels, request.param)
 
-    def has_kernel(self, chosen):
-        calls.append(tuple(chosen.shape))
-        return self.mask is None
+    def counted(query, *args, **kwargs):
+        calls.append(tuple(query.shape))
+        return op(query, *args, **kwargs)
 
-    monkeypatch.setattr(_mla_run, "_GATHERED", 1000)  # never over gathered latents
+    monkeypatch.setattr(kernels, request.param, counted)
+    monkeypatch.setattr(_mla_run, "_LISTED", OPS[request.param])
+    monkeypatch.setattr(_mla_run, "_GATHERED", 1000)  # the references: never over gathered latents
 
     def switch(on):
-        monkeypatch.setattr(_mla_run.Run, "_has_kernel", has_kernel if on else lambda self, chosen: False)
+        monkeypatch.setattr(_mla_run.Run, "_has_kernels", property(lambda self: on and self.mask is None))
         return calls
 
     return switch
@@ -72,11 +79,11 @@ def test_padding_is_hidden(family, by_kernel):
     torch.testing.assert_close(found[1][real], found[0][real], **TOLERANCE[torch.float32])
 
 
-def test_only_plain_prompts_in_half_precision_on_a_gpu_have_it():
+def test_only_plain_prompts_in_half_precision_on_a_gpu_have_them():
     model, ids = tiny("deepseek_v32", dtype=torch.bfloat16), prompt(60)
     asked = []
-    stock = _mla_run.Run._has_kernel
+    stock = _mla_run.Run._has_kernels.func
     with patch_model(model), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_mla_run.Run, "_has_kernel", lambda self, chosen: asked.append(stock(self, chosen)) or asked[-1])
+        patch.setattr(_mla_run.Run, "_has_kernels", property(lambda self: asked.append(stock(self)) or asked[-1]))
         logits(model, ids, (60,))
     assert asked and all(each == ids.is_cuda for each in asked)

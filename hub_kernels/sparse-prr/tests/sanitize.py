@@ -76,6 +76,15 @@ def indexer_step(ops, dtype):
             tokens, _ = ops.index_topk(query, weights, keys, valid, end, 200, scale=0.2, threshold=threshold)
         asked = torch.randn(batch, queries, 3, channels + 16, dtype=dtype)
         ops.latent_attention(asked, latents, ropes, tokens, tokens[:, :, :0], None, scale=0.1)
+        ops.listed_attention(asked[..., :channels], asked[..., channels:], latents, ropes, tokens, scale=0.1)
+
+
+def prompt(ops, dtype):
+    """Queries under a mask, heads and columns that don't fill a tile."""
+    nope, rope = torch.randn(2, 3, 133, 40, dtype=dtype), torch.randn(2, 3, 133, 12, dtype=dtype)
+    keys, values = torch.randn(2, 3, 190, 40, dtype=dtype), torch.randn(2, 3, 190, 24, dtype=dtype)
+    seen = torch.rand(2, 133, 190) > 0.5
+    ops.masked_attention(nope, rope, keys, torch.randn(2, 190, 12, dtype=dtype), values, seen, 57, scale=0.1)
 
 
 def latent_token(ops, dtype):
@@ -142,6 +151,7 @@ def main():
     scored_rows(ops)
     for dtype in (torch.bfloat16, torch.float32):
         indexer_step(ops, dtype)
+        prompt(ops, dtype)
         latent_token(ops, dtype)
         linear_layers(ops, dtype)
     torch.cuda.synchronize()

@@ -58,6 +58,7 @@ def calls(ops):
         "latent_attention": dict(
             query=zeros(B, Q, H, C + A), predicted=ints(B, Q, P), held=zeros(B, Q, P, C + A), scale=1.0, **listed
         ),
+        "listed_attention": dict(query=zeros(B, Q, H, C), rope=zeros(B, Q, H, A), scale=1.0, **listed),
         "merge_partials": dict(partials=partials(ops)),
         "quest_scores": dict(query=zeros(B, H, G, D), lower=buffer, upper=buffer, first=0, last=row),
         "repair_merge": dict(selected=ids, predicted=ints(B, H, J), partials=partials(ops), **attention),
@@ -164,6 +165,12 @@ REFUSED = {
         ("predicted", ints(B, 1, P), "predicted: expected [B, Q, P] = [2, 3, ..], got [2, 1, 7]"),
         ("held", zeros(B, Q, 1, C + A), "held: expected [B, Q, P, C + A] = [2, 3, 7, 32], got [2, 3, 1, 32]"),
         ("held", None, "held: expected the rows of 7 predicted tokens, got None"),
+    ],
+    "listed_attention": [
+        *TOKENS[:3],
+        ("tokens", ints(B, 1, K), "query: expected [B, Q, H, C] = [2, 1, .., 24], got [2, 3, 3, 24]"),
+        ("query", zeros(B, Q, H, C + A), "query: expected [B, Q, H, C] = [2, 3, .., 24], got [2, 3, 3, 32]"),
+        ("rope", zeros(B, Q, 1, A), "rope: expected [B, Q, H, A] = [2, 3, 3, 8], got [2, 3, 1, 8]"),
     ],
     "merge_partials": [
         ("partials", (zeros(1), zeros(1), zeros(1)), "partials: expected Partials, got tuple"),

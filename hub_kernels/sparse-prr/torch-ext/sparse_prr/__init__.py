@@ -46,6 +46,7 @@ index_topk = dispatch.by_device(reference.index_topk)
 infllm_scores = dispatch.by_device(reference.infllm_scores)
 latent_append = dispatch.by_device(reference.latent_append)
 latent_attention = dispatch.by_device(reference.latent_attention)
+listed_attention = dispatch.by_device(reference.listed_attention)
 masked_attention = dispatch.by_device(reference.masked_attention)
 merge_partials = dispatch.by_device(reference.merge_partials)
 quest_scores = dispatch.by_device(reference.quest_scores)
@@ -84,6 +85,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "listed_attention",
     "masked_attention",
     "merge_partials",
     "normalise",

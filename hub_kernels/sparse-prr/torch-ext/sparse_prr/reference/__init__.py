@@ -9,6 +9,7 @@ from .index import index_scores, index_topk
 from .latent import gather_tokens, latent_attention
 from .latent_states import index_append, index_queries, latent_append
 from .linear import grouped_linear
+from .listed import listed_attention
 from .masked import masked_attention
 from .merge import merge_partials, repair_merge, slots_of
 from .predict import EmaStep, ema_predict, ema_step, ema_update, normalise
@@ -47,6 +48,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "listed_attention",
     "masked_attention",
     "merge_partials",
     "normalise",

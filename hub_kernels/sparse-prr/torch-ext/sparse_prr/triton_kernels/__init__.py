@@ -12,6 +12,7 @@ from .index import index_scores, index_topk
 from .latent import latent_attention
 from .latent_states import index_append, index_queries, latent_append
 from .linear import grouped_linear
+from .listed import listed_attention
 from .masked import masked_attention
 from .merge import merge_partials, repair_merge
 from .predict import ema_step
@@ -38,6 +39,7 @@ __all__ = [
     "infllm_scores",
     "latent_append",
     "latent_attention",
+    "listed_attention",
     "masked_attention",
     "merge_partials",
     "quest_scores",

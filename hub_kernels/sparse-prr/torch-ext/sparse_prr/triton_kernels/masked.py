@@ -9,6 +9,15 @@ from .launch import options, wait_for_previous
 from .tile import padded
 
 _LOG2_E = 1.4426950408889634
+_HALF, _FLOAT = (128, 64, 8, 3), (32, 32, 4, 1)  # queries, columns, warps, stages; float32 has cores of its own
+
+
+@triton.jit
+def _seen(mask, q, first, begin, T, Q, m_t, BT: tl.constexpr):
+    """Whether queries q [BQ] see the BT columns from `first` on; not 0 where they do."""
+    t = first + tl.arange(0, BT)[None, :]
+    sees = (t <= begin + q[:, None]) & (t < T) & (q < Q)[:, None]
+    return tl.load(mask + t * m_t, mask=sees, other=0)
 
 
 @triton.jit
@@ -31,13 +40,15 @@ def _masked(
     )
     peak, total = tl.full([BQ], float("-inf"), tl.float32), tl.zeros([BQ], tl.float32)
     mixed = tl.zeros([BQ, VP], tl.float32)
+    # The mask is no operand of a product, so it isn't loaded ahead by itself, and each step would wait for it
+    mask = seen + b * m_b + q64 * m_q
+    following = _seen(mask, q, 0, begin, T, Q, m_t, BT)
     for first in range(0, tl.minimum(T, begin + tile * BQ + BQ), BT):
+        bits, following = following, _seen(mask, q, first + BT, begin, T, Q, m_t, BT)
         t = first + tl.arange(0, BT)
         t64, held = t.to(tl.int64)[:, None], (t < T)[:, None]
         key = tl.load(keys + b * k_b + h * k_h + t64 * k_t + d[None, :] * k_d, mask=held & (d < D)[None, :], other=0.0)
         angle = tl.load(ropes + b * t_b + t64 * t_t + a[None, :] * t_a, mask=held & (a < A)[None, :], other=0.0)
-        sees = (t[None, :] <= begin + q[:, None]) & (t < T)[None, :] & there[:, None]
-        bits = tl.load(seen + b * m_b + q64 * m_q + t[None, :] * m_t, mask=sees, other=0)
         logits = tl.dot(
             turned, tl.trans(angle), tl.dot(part, tl.trans(key), input_precision="ieee"), input_precision="ieee"
         )
@@ -74,8 +85,8 @@ def masked_attention(
     output = values.new_empty((batch, count, heads, wide))
     if output.numel() == 0:
         return output
-    bits, half = seen.view(torch.uint8), nope.element_size() == 2  # float32 takes more room, and cores of its own
-    queries, tokens, warps, stages = (128, 64, 8, 3) if half else (32, 32, 4, 1)
+    bits = seen.view(torch.uint8)
+    queries, tokens, warps, stages = _HALF if nope.element_size() == 2 else _FLOAT
     _masked[(triton.cdiv(count, queries), heads, batch)](
         nope, rope, keys, key_ropes, values, bits, output, count, columns, begin, scale * _LOG2_E,
         *nope.stride(), *rope.stride(), *keys.stride(), *key_ropes.stride(), *values.stride(), *bits.stride(),
