@@ -109,6 +109,24 @@ def test_a_killed_process_ends_with_one_line_and_loses_no_cell(tmp_path, monkeyp
     assert "signal SIGKILL); what is measured is kept: run it again" in killed.stderr
 
 
+@pytest.mark.parametrize(
+    "error", ["torch.OutOfMemoryError: CUDA out of memory. Tried to ..", "ValueError: something else"]
+)
+def test_a_process_out_of_memory_ends_with_one_line(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise command.ProcessRaisedException(f"Traceback ..\n{error}", 1, 1234)
+
+    monkeypatch.setattr(command, "run_jobs", fail)
+    ended = call(*EVAL, "--budget", "1/4", "--jobs", 2, "--output", tmp_path)
+    if "OutOfMemory" in error:
+        assert ended.exit_code == 2
+        assert (
+            "got one that was ended (out of memory); what is measured is kept: run it again, with fewer" in ended.stderr
+        )
+    else:
+        assert isinstance(ended.exception, command.ProcessRaisedException)
+
+
 @pytest.mark.parametrize("option, value", [("--task", "recall"), ("--episodes", "32"), ("--dense-layers", "0")])
 def test_full_stands_alone(tmp_path, option, value):
     refused = call("eval", "--full", option, value, "--output", tmp_path)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compat
 def test_every_family_has_weights_of_a_few_megabytes_and_a_card():
     assert set(trained()) == set(FAMILIES) == {"llama", "qwen3", "glm4", "deepseek_v32", "glm_moe_dsa"}
     for family in FAMILIES:
-        assert (_MODELS / family / "model.safetensors").stat().st_size < 4e6
+        assert (_MODELS / family / "model.safetensors").stat().st_size < 5e6
         card = (_MODELS / family / "README.md").read_text()
         assert all(word in card for word in ("license: apache-2.0", "**Data.**", "**Training.**", "**Accuracy**"))
 

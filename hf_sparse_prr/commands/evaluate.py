@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from hf_sparse_prr.commands.arguments import (
     check_device,
@@ -144,8 +144,11 @@ def evaluate_command(
         except ProcessExitedException as error:
             if error.signal_name is None:
                 raise
-            told = f"--jobs: expected processes that live, got one that was ended ({error}); what is measured is kept: "
-            raise CommandError(f"{told}run it again, with fewer jobs if memory was short", EXIT_USAGE) from error
+            raise _ended(str(error)) from error
+        except ProcessRaisedException as error:  # its text is all that is left of the process's own error
+            if "OutOfMemoryError" not in str(error):
+                raise
+            raise _ended("out of memory") from error
         found["command"] = shlex.join(["hf-sparse-prr", *sys.argv[1:]])
         write(output / "results.json", found)
         if as_json:
@@ -160,6 +163,11 @@ def evaluate_command(
                     notes.print(f"drawn: {path}", soft_wrap=True, highlight=False, markup=False)
         if differing(found["cells"])[1]:
             raise CommandError("PRR differs from serial decoding; see above", EXIT_DIFFERENT)
+
+
+def _ended(why: str) -> CommandError:
+    told = f"--jobs: expected processes that live, got one that was ended ({why}); what is measured is kept: "
+    return CommandError(f"{told}run it again, with fewer jobs if memory was short", EXIT_USAGE)
 
 
 def _check_alone(context: typer.Context) -> None:

@@ -24,7 +24,8 @@ from hf_sparse_prr.hooks import cache_argument
 from hf_sparse_prr.report import TraceEntry
 
 _CHUNK = 512  # prompt tokens a forward
-_INDEXED_CHUNK = 128  # stock's indexer copies the index keys for each of them: 2 GiB for 16 rows of 4K
+_STOCK_CHUNK = 128  # stock's indexer copies the index keys for each of them: 2 GiB for 16 rows of 4K
+_UNUSED = 4 * 2**30  # bytes that stock may keep: to give them back after each chunk made other processes wait
 
 
 class Decoded(NamedTuple):
@@ -96,9 +97,9 @@ class Rows:
     def _prefill(self, cache: Any) -> Any:
         if isinstance(cache, SparseCache):
             cache.prompt_length = self.begin
-        indexed = self.subject.indexed
-        for chunk in self.ids[:, : self.begin].split(_INDEXED_CHUNK if indexed else _CHUNK, dim=1):
+        stock = self.subject.indexed and not isinstance(cache, SparseCache)
+        for chunk in self.ids[:, : self.begin].split(_STOCK_CHUNK if stock else _CHUNK, dim=1):
             self.subject.model(chunk, use_cache=True, logits_to_keep=1, **{cache_argument(): cache})
-            if indexed and chunk.is_cuda:  # each chunk takes more than the last: what is kept of that is of no use
-                torch.cuda.empty_cache()
+            if stock and chunk.is_cuda and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _UNUSED:
+                torch.cuda.empty_cache()  # each chunk takes more than the last: what is kept of that is of no use
         return cache
