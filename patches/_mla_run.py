@@ -141,7 +141,7 @@ class Run:
         module, (batch, heads) = self.module, self.new.nope.shape[:2]
         wide = module.qk_nope_head_dim + module.v_head_dim
         channels, rope = module.kv_lora_rank, module.qk_rope_head_dim
-        held = batch * heads * columns * (wide + rope) * self.new.latent.element_size()
+        held = batch * heads * columns * (wide + (0 if self._has_kernels else rope)) * self.new.latent.element_size()
         if held > self.handle.config.workspace:
             return False
         expansion = 0 if self._expanded is not None else columns * channels * wide
@@ -153,16 +153,13 @@ class Run:
         """Over expanded K/V, under a mask of what was chosen: by the stock attention function, or on a GPU by a kernel
         that takes the mask as it is."""
         module, columns = self.module, self.step.begin + end
-        if self._expanded is None:
-            whole = self.step.begin + self.step.count
-            self._expanded = module.expand_kv(self.layer.keys[:, :, :whole], self.layer.values[:, :, :whole])
-        keys, values = (states[:, :, :columns] for states in self._expanded)
+        keys, values = (states[:, :, :columns] for states in self._expansion())
         seen = torch.zeros((*chosen.shape[:2], columns + 1), dtype=torch.bool, device=chosen.device)
         seen.scatter_(2, torch.where(chosen >= 0, chosen, columns).long(), True)
         seen = seen[:, :, :columns]
         if self._has_kernels:
             nope, rope = (part[:, :, begin:end] for part in (self.new.nope, self.new.rope))
-            data = (keys[..., : nope.shape[3]], self.layer.values[:, 0, :columns], values, seen)
+            data = (keys, self.layer.values[:, 0, :columns], values, seen)
             first = self.step.begin + begin
             return self.kernels.masked_attention(nope, rope, *data, first, scale=module.scaling), None
         own = torch.arange(self.step.begin + begin, columns, device=chosen.device)
@@ -179,6 +176,19 @@ class Run:
             mask = given.masked_fill(~seen[:, None], torch.finfo(given.dtype).min if given.is_floating_point() else 0)
         with without_cudnn() if on_gpu("sdpa", query.device) else nullcontext():
             return attention(module, query, keys, values, mask, dropout=0.0, scaling=module.scaling, **self.kwargs)
+
+    def _expansion(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens, made once; a kernel takes keys without the RoPE part that all heads share."""
+        if self._expanded is None:
+            module, whole = self.module, self.step.begin + self.step.count
+            latents, ropes = self.layer.keys[:, :, :whole], self.layer.values[:, :, :whole]
+            if self._has_kernels:
+                sizes = [module.qk_nope_head_dim, module.v_head_dim]
+                both = module.kv_b_proj(latents[:, 0]).unflatten(2, (-1, sum(sizes))).transpose(1, 2)
+                self._expanded = both.split(sizes, dim=3)
+            else:
+                self._expanded = module.expand_kv(latents, ropes)
+        return self._expanded
 
     @cached_property
     def _has_kernels(self) -> bool:

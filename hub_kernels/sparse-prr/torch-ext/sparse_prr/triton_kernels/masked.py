@@ -1,4 +1,7 @@
-"""Attention of a prompt's queries to the tokens that each has selected: flash attention under a mask of all heads."""
+"""Attention of a prompt's queries to the tokens that each has selected: flash attention under a mask of all heads.
+
+The mask is packed first, a bit a column: a tile of bytes would go through shared memory to where the logits are.
+"""
 
 import torch
 import triton
@@ -9,21 +12,33 @@ from .launch import options, wait_for_previous
 from .tile import padded
 
 _LOG2_E = 1.4426950408889634
+_PACKED = 64  # words of a program
 _HALF, _FLOAT = (128, 64, 8, 3), (32, 32, 4, 1)  # queries, columns, warps, stages; float32 has cores of its own
 
 
 @triton.jit
-def _seen(mask, q, first, begin, T, Q, m_t, BT: tl.constexpr):
-    """Whether queries q [BQ] see the BT columns from `first` on; not 0 where they do."""
-    t = first + tl.arange(0, BT)[None, :]
-    sees = (t <= begin + q[:, None]) & (t < T) & (q < Q)[:, None]
-    return tl.load(mask + t * m_t, mask=sees, other=0)
+def _pack(seen, words, Q, T, begin, W, m_b, m_q, m_t, WORDS: tl.constexpr, PDL: tl.constexpr):
+    """Whether query q sees column t, as bit t % 32 of its word t // 32; no later column, and none that isn't there."""
+    wait_for_previous(PDL)
+    row, w = tl.program_id(0).to(tl.int64), tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    b, q, bit = row // Q, row % Q, tl.arange(0, 32)[None, :]
+    t = w[:, None].to(tl.int64) * 32 + bit
+    sees = tl.load(seen + b * m_b + q * m_q + t * m_t, mask=(t < T) & (t <= begin + q), other=0) != 0
+    tl.store(words + row * W + w, tl.sum(sees.to(tl.int32) << bit, axis=1), mask=w < W)
+
+
+@triton.jit
+def _words(words, first, inside, BT: tl.constexpr):
+    """The words of BT columns from `first` on, for each query."""
+    at = words + first // 32
+    low = tl.load(at, mask=inside, other=0)
+    return low, low if BT == 32 else tl.load(at + 1, mask=inside, other=0)
 
 
 @triton.jit
 def _masked(
-    nope, rope, keys, ropes, values, seen, output, Q, T, begin, scale,
-    n_b, n_h, n_q, n_d, r_b, r_h, r_q, r_a, k_b, k_h, k_t, k_d, t_b, t_t, t_a, v_b, v_h, v_t, v_d, m_b, m_q, m_t,
+    nope, rope, keys, ropes, values, words, output, Q, T, begin, scale, W,
+    n_b, n_h, n_q, n_d, r_b, r_h, r_q, r_a, k_b, k_h, k_t, k_d, t_b, t_t, t_a, v_b, v_h, v_t, v_d,
     o_b, o_q, o_h, D: tl.constexpr, A: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, AP: tl.constexpr,
     VP: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -40,11 +55,13 @@ def _masked(
     )
     peak, total = tl.full([BQ], float("-inf"), tl.float32), tl.zeros([BQ], tl.float32)
     mixed = tl.zeros([BQ, VP], tl.float32)
-    # The mask is no operand of a product, so it isn't loaded ahead by itself, and each step would wait for it
-    mask = seen + b * m_b + q64 * m_q
-    following = _seen(mask, q, 0, begin, T, Q, m_t, BT)
+    # They are no operand of a product, so they aren't loaded ahead by themselves, and each step would wait for them
+    words += (b * Q + q) * W
+    low, high = _words(words, 0, there, BT)
     for first in range(0, tl.minimum(T, begin + tile * BQ + BQ), BT):
-        bits, following = following, _seen(mask, q, first + BT, begin, T, Q, m_t, BT)
+        following = _words(words, first + BT, there, BT)
+        column = tl.arange(0, BT)[None, :]
+        bits = tl.where(column < 32, low[:, None], high[:, None]) >> (column & 31) & 1
         t = first + tl.arange(0, BT)
         t64, held = t.to(tl.int64)[:, None], (t < T)[:, None]
         key = tl.load(keys + b * k_b + h * k_h + t64 * k_t + d[None, :] * k_d, mask=held & (d < D)[None, :], other=0.0)
@@ -62,6 +79,7 @@ def _masked(
         )
         mixed = tl.dot(weights.to(value.dtype), value, mixed * kept[:, None], input_precision="ieee")
         peak = top
+        low, high = following
     result = tl.where(total[:, None] == 0, 0.0, mixed / tl.where(total == 0, 1.0, total)[:, None])
     to = output + b * o_b + q64 * o_q + h * o_h + v[None, :]
     tl.store(to, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None, :])
@@ -85,12 +103,16 @@ def masked_attention(
     output = values.new_empty((batch, count, heads, wide))
     if output.numel() == 0:
         return output
-    bits = seen.view(torch.uint8)
     queries, tokens, warps, stages = _HALF if nope.element_size() == 2 else _FLOAT
+    width = triton.cdiv(columns, tokens) * tokens // 32 + tokens // 32  # a tile more: it is loaded ahead
+    words = torch.empty((batch, count, width), dtype=torch.int32, device=nope.device)
+    _pack[(batch * count, triton.cdiv(width, _PACKED))](
+        seen.view(torch.uint8), words, count, columns, begin, width, *seen.stride(), WORDS=_PACKED, **options(nope)
+    )
     _masked[(triton.cdiv(count, queries), heads, batch)](
-        nope, rope, keys, key_ropes, values, bits, output, count, columns, begin, scale * _LOG2_E,
-        *nope.stride(), *rope.stride(), *keys.stride(), *key_ropes.stride(), *values.stride(), *bits.stride(),
-        *output.stride()[:3], D=dim, A=turned, V=wide, DP=padded(dim), AP=padded(turned), VP=padded(wide),
+        nope, rope, keys, key_ropes, values, words, output, count, columns, begin, scale * _LOG2_E, width,
+        *nope.stride(), *rope.stride(), *keys.stride(), *key_ropes.stride(), *values.stride(), *output.stride()[:3],
+         D=dim, A=turned, V=wide, DP=padded(dim), AP=padded(turned), VP=padded(wide),
         BQ=queries, BT=tokens, **options(nope, num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return output
