@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,21 +37,20 @@ def time_prompt(
     for name in (*(["stock"] if with_stock else []), "sparse"):
 
         def run(name: str = name) -> torch.Tensor:
-            if name == "stock":
-                return layer.forward(hidden, 0, DynamicCache(config=layer.config))
-            with patch_model(layer.model, kernels=kernels):
-                return layer.forward(hidden, 0, SparseCache(layer.model))
+            cache = DynamicCache(config=layer.config) if name == "stock" else SparseCache(layer.model)
+            return layer.forward(hidden, 0, cache)
 
         progress(f"a prompt of {tokens} tokens: {name}", 0, 1)
-        if on_gpu:
-            run()
-            torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device) if on_gpu else 0
         taken = []
-        for _ in range(rounds if on_gpu else 1):
-            outputs.pop(name, None)
-            ms, outputs[name] = timed(run)
-            taken.append(ms)
+        with nullcontext() if name == "stock" else patch_model(layer.model, kernels=kernels):
+            if on_gpu:
+                run()
+                torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device) if on_gpu else 0
+            for _ in range(rounds if on_gpu else 1):
+                outputs.pop(name, None)
+                ms, outputs[name] = timed(run)
+                taken.append(ms)
         found["ms"][name], found["spread"][name] = statistics.median(taken), spread_of(taken)
         found["peak_bytes"][name] = torch.cuda.max_memory_allocated(device) - held if on_gpu else None
     if with_stock:

@@ -260,6 +260,9 @@ def test_growth_is_a_line_where_there_are_three_contexts(tmp_path: Path, monkeyp
     assert slope == pytest.approx(0.0128571, rel=1e-4) and 0.01 < farthest < 0.05 and base + 150 * slope < 2.5
     assert "growth of serial sparse: " in tables(found) and "off that line" in tables(found)
     assert token_tables.growth(run()) == {} and "growth" not in tables(run())
+    for each, ms in zip(found["contexts"], (1.0, 2.0, 4.0), strict=True):
+        each["settings"]["dense"]["gpu_ms"] = ms  # goes before what the host took
+    assert token_tables.growth(found)["dense"] == pytest.approx((-2.0, 0.02, 0.0), abs=1e-6)
     pytest.importorskip("matplotlib")
     plots.plot_growth(found, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 10_000

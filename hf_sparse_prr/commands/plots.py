@@ -9,7 +9,7 @@ from typing import Any
 from hf_sparse_prr.budget import choices
 from hf_sparse_prr.commands.arguments import writable
 from hf_sparse_prr.commands.terminal import EXIT_USAGE, CommandError
-from hf_sparse_prr.commands.token_tables import NAMES, growth
+from hf_sparse_prr.commands.token_tables import NAMES, growth, taken
 from hf_sparse_prr.profile import Profile
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -36,15 +36,16 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
 
 
 def plot_growth(found: dict[str, Any], path: Path) -> None:
-    """Milliseconds a token against context, of each setting of `bench token`: with the line through them and, where
-    the bandwidth is known, from the first of them on how the bytes grow that a token reads of the cache."""
+    """Milliseconds a token against context (`taken`), of each setting of `bench token`: with the line through them and,
+    where the bandwidth is known, from the first of them on how the bytes grow that a token reads of the cache."""
     contexts, sizes = found["contexts"], found["shape"]
     title = f"{found['device']}: {sizes['name']}, {sizes['layers']} layers, batch {sizes['batch']}, {found['selector']}"
-    figure, axes = _axes(title, "tokens in the cache", "ms a token")
+    worked = any(row["gpu_ms"] is not None for row in contexts[0]["settings"].values())
+    figure, axes = _axes(title, "tokens in the cache", "ms of GPU time a token" if worked else "ms a token")
     x = [each["context"] for each in contexts]
     lines = growth(found)
     for name in contexts[0]["settings"]:
-        (drawn,) = axes.plot(x, [each["settings"][name]["ms"] for each in contexts], "o", label=NAMES[name])
+        (drawn,) = axes.plot(x, [taken(each["settings"][name]) for each in contexts], "o", label=NAMES[name])
         if name in lines:
             base, slope, _ = lines[name]
             axes.plot([0, x[-1]], [base, base + slope * x[-1]], ":", color=drawn.get_color())
@@ -52,7 +53,7 @@ def plot_growth(found: dict[str, Any], path: Path) -> None:
             rows = [each["settings"][name] for each in contexts]
             more = [1e3 * (row["cache_bytes"] - rows[0]["cache_bytes"]) / found["bandwidth"] for row in rows]
             label = f"{NAMES[name]}: its bytes"
-            axes.plot(x, [rows[0]["ms"] + ms for ms in more], "--", color=drawn.get_color(), alpha=0.5, label=label)
+            axes.plot(x, [taken(rows[0]) + ms for ms in more], "--", color=drawn.get_color(), alpha=0.5, label=label)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.legend()

@@ -52,14 +52,21 @@ def show(out: Console, found: dict[str, Any]) -> None:
         say(out, f"growth of {NAMES[name]}: {line}; at most {percent(farthest, 1)} off that line")
 
 
+def taken(row: dict[str, Any]) -> float:
+    """Milliseconds a token of a setting: those that the GPU works, where that is known. A host's other work is no
+    function of the context."""
+    worked: float | None = row["gpu_ms"]
+    return row["ms"] if worked is None else worked
+
+
 def growth(found: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """By setting, where there are three contexts: the line through its times, ms at 0 and ms a token of context, and
-    how far the farthest of them is from it, as a share of its own."""
+    """By setting, where there are three contexts: the line through its times (`taken`), ms at 0 and ms a token of
+    context, and how far the farthest of them is from it, as a share of its own."""
     contexts = found["contexts"]
     lines = {}
     for name in contexts[0]["settings"] if len(contexts) > 2 else ():
         x = [each["context"] for each in contexts]
-        y = [each["settings"][name]["ms"] for each in contexts]
+        y = [taken(each["settings"][name]) for each in contexts]
         slope, base = linear_regression(x, y)
         lines[name] = base, slope, max(abs(base + slope * a - b) / b for a, b in zip(x, y, strict=True))
     return lines
