@@ -1,5 +1,7 @@
 """listed_attention: each query of a prompt over the tokens that it lists."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,28 @@ def test_views(ops, assert_same_bits):
     torch.testing.assert_close(
         ops.listed_attention(query, rope, latents, ropes, reversed_slots, scale=SCALE), expected, rtol=0, atol=4e-3
     )
+
+
+@pytest.mark.parametrize("kilobytes", [227, 163, 99, 64, 1])
+def test_tiles_fit_the_shared_memory_that_there_is(ops, monkeypatch, kilobytes):
+    """Hopper's, Ampere's, Ada's, Turing's, and too little for any, where the smallest are taken."""
+    if not ops.dispatch.INTERPRETS:
+        pytest.skip("the interpreter runs any tile; a GPU has its own memory")
+    launch, kernel = (import_module(f"{ops.__name__}.triton_kernels.{name}") for name in ("launch", "listed"))
+    chosen = []
+    monkeypatch.setattr(launch, "shared_memory", lambda device: kilobytes * 2**10)
+    first = launch.first_that_fits
+
+    def noted(choices, bytes_of, device):
+        chosen.append((first(choices, bytes_of, device), bytes_of))
+        return chosen[-1][0]
+
+    monkeypatch.setattr(kernel, "first_that_fits", noted)
+    given = problem(np.random.default_rng(4), 1, 2, 70, 150, (512, 64), 100, torch.float16)
+    output = ops.listed_attention(*given, scale=0.1)
+    assert np.abs(output.double().numpy() - oracle(*given, 0.1)).max() <= BOUND[torch.float16]
+    tile, bytes_of = chosen[0]
+    assert bytes_of(*tile) < kilobytes * 2**10 or tile == kernel._HALF[-1]
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 2, 4), (0, 3, 2, 4), (1, 3, 0, 4), (1, 3, 2, 0)])

@@ -1,5 +1,7 @@
 """masked_attention: each query over the columns that it sees, up to its own."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,28 @@ def test_views(ops):
     both = torch.cat([keys, values], dim=3)
     found = ops.masked_attention(turned[0], turned[1], both[..., :32], key_ropes, both[..., 32:], seen, 40, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kilobytes", [227, 163, 99, 64, 1])
+def test_tiles_fit_the_shared_memory_that_there_is(ops, monkeypatch, kilobytes):
+    """Hopper's, Ampere's, Ada's, Turing's, and too little for any, where the smallest are taken."""
+    if not ops.dispatch.INTERPRETS:
+        pytest.skip("the interpreter runs any tile; a GPU has its own memory")
+    launch, kernel = (import_module(f"{ops.__name__}.triton_kernels.{name}") for name in ("launch", "masked"))
+    chosen = []
+    monkeypatch.setattr(launch, "shared_memory", lambda device: kilobytes * 2**10)
+    first = launch.first_that_fits
+
+    def noted(choices, bytes_of, device):
+        chosen.append((first(choices, bytes_of, device), bytes_of))
+        return chosen[-1][0]
+
+    monkeypatch.setattr(kernel, "first_that_fits", noted)
+    given = problem(np.random.default_rng(4), 1, 1, 130, 150, (192, 64, 256), torch.float16)
+    output = ops.masked_attention(*given, 20, scale=0.1)
+    assert np.abs(output.double().numpy() - oracle(*given, 20, 0.1)).max() <= BOUND[torch.float16]
+    tile, bytes_of = chosen[0]
+    assert bytes_of(*tile) < kilobytes * 2**10 or tile == kernel._HALF[-1]
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,13 @@ program does both.
 2048 tokens of DeepSeek-V3.2 are 2.4 MB and 0.6 GFLOP. What their chunks leave is more: 8.4 MB, written and read again.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from ..reference.attend import LOG2_E
 from ..reference.latent import check_latent_arguments
-from .launch import options, wait_for_previous
+from .launch import options, shared_memory, wait_for_previous
 from .tile import padded
 
 _WARPS = 8  # of both kernels that inline `_attend_chunk`: another number may give other bits
@@ -27,19 +25,11 @@ _OTHER = 12 * 2**10  # bytes of shared memory: weights in halves, what reduction
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@cache
-def _shared_memory(device: int) -> int:
-    """Bytes that a program can have; -1 is the interpreter's device, where Hopper's are taken."""
-    if device < 0:
-        return 227 * 2**10
-    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
-
-
 def _tile(heads: int, channels: int, rotated: int, element_size: int, device: int) -> tuple[int, int, int]:
     """(ST, HB, stages): slots of a chunk, query heads of a program, stages of the loop. The output of HB heads takes 64
     registers of a thread, 32 in fp32; shared memory holds their queries and two tiles."""
     row = (padded(channels) + padded(rotated)) * element_size
-    room = (_shared_memory(device) - _OTHER) // row
+    room = (shared_memory(device) - _OTHER) // row
     group = min(padded(heads), max(16, min(32, 2**15 // (padded(channels) * element_size))))
     size = max(16, min(64, 1 << max(0, (room - group) // 2).bit_length() >> 1))  # a power of two
     return size, group, _STAGES if 2 * size + group <= room else 1

@@ -5,6 +5,7 @@ where it has something to set up. Every kernel waits before it touches memory an
 what any earlier kernel wrote is there to read, and what one still reads is never overwritten.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -47,3 +48,17 @@ def options(tensor: torch.Tensor, **others: Any) -> dict[str, Any]:
     if tensor.is_cuda and _has_pdl(tensor.get_device()):
         return {"PDL": True, "launch_pdl": True, **others}
     return {"PDL": False, **others}
+
+
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes that a program can have; -1 is the interpreter's device, where Hopper's are taken."""
+    if device < 0:
+        return 227 * 2**10
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+def first_that_fits(choices: Sequence[tuple[int, ...]], bytes_of: Callable[..., int], device: int) -> tuple[int, ...]:
+    """The first of the choices, best first, whose tiles fit in shared memory; the last one where none does."""
+    room = shared_memory(device) - 2**10  # what reductions take
+    return next((choice for choice in choices if bytes_of(*choice) <= room), choices[-1])

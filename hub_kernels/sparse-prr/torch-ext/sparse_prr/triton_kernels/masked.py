@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from ..reference.masked import check_masked_arguments
-from .launch import options, wait_for_previous
+from .launch import first_that_fits, options, wait_for_previous
 from .tile import padded
 
 _LOG2_E = 1.4426950408889634
 _PACKED = 64  # words of a program
-_HALF, _FLOAT = (128, 64, 8, 3), (32, 32, 4, 1)  # queries, columns, warps, stages; float32 has cores of its own
+# Queries, columns, warps, stages. DeepSeek-V3.2 takes the first, 172 KB, GLM-5 with its wider heads the second, 229 KB
+_HALF = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+_FLOAT = ((32, 32, 4, 1), (16, 32, 4, 1))  # it has cores of its own
 
 
 @triton.jit
@@ -103,7 +105,13 @@ def masked_attention(
     output = values.new_empty((batch, count, heads, wide))
     if output.numel() == 0:
         return output
-    queries, tokens, warps, stages = _HALF if nope.element_size() == 2 else _FLOAT
+    query_bytes = (padded(dim) + padded(turned)) * nope.element_size()
+    token_bytes = query_bytes + padded(wide) * nope.element_size()
+    queries, tokens, warps, stages = first_that_fits(
+        _HALF if nope.element_size() == 2 else _FLOAT,
+        lambda queries, tokens, _, stages: queries * query_bytes + stages * tokens * token_bytes,
+        nope.get_device(),
+    )
     width = triton.cdiv(columns, tokens) * tokens // 32 + tokens // 32  # a tile more: it is loaded ahead
     words = torch.empty((batch, count, width), dtype=torch.int32, device=nope.device)
     _pack[(batch * count, triton.cdiv(width, _PACKED))](
