@@ -11,6 +11,7 @@ from hf_sparse_prr.hooks import cache_argument
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one copy of the weights
 BUDGET = 1024
+SMALL_SHARE = dict(budget=BUDGET, selector="infllm_v2", block_size=32, speculate=False)  # docs/quality.md
 
 
 def prefill(model, ids):
@@ -45,6 +46,18 @@ def test_the_passkey_is_found(smollm2, tokens, depth):
     parallel, stats = answer(model, ids, cache, 7, budget=BUDGET, speculate=True)
     assert parallel == serial
     assert stats["hit_rate"] > 0.5
+    assert PASSKEY in tokenizer.decode(answer(model, ids, cache, 7, **SMALL_SHARE)[0])
+
+
+def test_a_key_at_the_beginning_of_7k_tokens_is_found_with_what_is_advised_for_a_small_share(smollm2):
+    """Quest in its blocks of 32 loses half of such keys."""
+    model, tokenizer = smollm2
+    ids = passkey_prompt(tokenizer, 7168, 0.0, "43793")
+    cache = prefill(model, ids)
+    assert "43793" in tokenizer.decode(answer(model, ids, cache, 7, budget=None)[0])
+    found, stats = answer(model, ids, cache, 7, **SMALL_SHARE)
+    assert "43793" in tokenizer.decode(found)
+    assert stats["selector_calls"] == 28 * 6
 
 
 def test_serial_and_prr_agree_for_200_tokens(smollm2):
