@@ -2,7 +2,8 @@
 
 The last prompt queries are scored as if they were decoded. Each candidate of the grid predicts every one of them from
 those before; the one with the best score-weighted hit rate wins, per batch row and layer, and the state it ends in
-starts the EMA. All candidates are one batch: a kernel or two for each query, beside the rest of the prompt's layers.
+starts the EMA. All candidates are one batch, and so are queries but where each needs what the one before it left: a
+kernel for each query, beside the rest of the prompt's layers.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ GRID = (
 
 
 _AT_ONCE = 2**26  # pairs of blocks that are compared at a time
+_HELD = 2**24  # numbers that are held at a time: summaries, once a query, and predicted scores
 
 
 def _to(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -51,12 +53,16 @@ def prompt_scores(
     selectable = (columns - start) // plan.block_size - plan.local_blocks + 1
     last = torch.where(valid[:, columns[:, 0]].T, selectable, 0)
     length = columns + 1 - start
-    selector, scores = SELECTORS[plan.selector], []
-    for index in range(len(memory.columns)):
-        scope = Scope(plan.sink_blocks, last[index], length[index], scale)
-        query = memory.queries[:, :, :, index]
-        scores.append(selector.checked_scores(kernels, query, layer.summaries, scope, plan))
-    return torch.stack(scores)
+    selector, queries, scores = SELECTORS[plan.selector], memory.queries.permute(3, 0, 1, 2, 4), []
+    many = max(1, _HELD // max(1, layer.summaries[0][0].numel()))
+    for row in range(len(start)):  # its queries are a batch, whose summaries are the same
+        parts = []
+        for asked, *ends in zip(*(each[:, row].split(many) for each in (queries, last, length)), strict=True):
+            held = tuple(each[row].expand(len(asked), *each.shape[1:]) for each in layer.summaries)
+            scope = Scope(plan.sink_blocks, *(end.contiguous() for end in ends), scale)
+            parts.append(selector.checked_scores(kernels, asked, held, scope, plan))
+        scores.append(torch.cat(parts))
+    return torch.stack(scores, dim=1)
 
 
 def _predictions(raw: torch.Tensor, ema: torch.Tensor, slots: int, kernels: ModuleType) -> tuple[torch.Tensor, ...]:
@@ -66,14 +72,19 @@ def _predictions(raw: torch.Tensor, ema: torch.Tensor, slots: int, kernels: Modu
     candidates = len(ema) // batch
     level = torch.full((len(ema), heads, blocks), float("nan"), device=raw.device)
     trend, everything = torch.zeros_like(level), torch.full((len(ema),), blocks, device=raw.device)
-    predicted = []
+    predicted: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
     for index, scores in enumerate(raw):
         repeated = scores.expand(candidates, -1, -1, -1).flatten(0, 1)  # a view of one row
         step = kernels.ema_step(repeated, level, trend, ema, 0, everything)
         level, trend = step.level, step.trend
         if index + 1 < len(raw):
-            predicted.append(top_blocks(kernels, step.expected, slots))
-    return torch.stack(predicted) if predicted else raw.new_empty((0,)), level, trend
+            expected.append(step.expected)
+        if expected and (index + 1 >= len(raw) - 1 or (len(expected) + 1) * level.numel() > _HELD):
+            best = top_blocks(kernels, torch.cat(expected), slots)
+            predicted.append(best.unflatten(0, (len(expected), -1)))
+            expected.clear()
+    return torch.cat(predicted) if predicted else raw.new_empty((0,)), level, trend
 
 
 def hit_rates(

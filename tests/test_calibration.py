@@ -220,6 +220,20 @@ def test_hit_rates_are_the_same_in_parts(monkeypatch):
             assert float(whole[candidate, row]) == pytest.approx(sum(rates) / len(rates), abs=1e-6)
 
 
+@pytest.mark.parametrize("selector", ["quest", "infllm_v2"])
+def test_how_much_is_held_at_a_time_changes_no_bit(selector, monkeypatch):
+    model, ids, found = tiny_llama(), prompt(200, batch=3), []
+    for held in (calibration._HELD, 1, 5000):
+        monkeypatch.setattr(calibration, "_HELD", held)
+        with patch_model(model, **dict(PRR, selector=selector)):
+            cache = prefill(model, ids)
+            decode_one(model, cache)
+        found.append([each for layer in cache.layers for each in (layer.memory.ema, *layer.memory._before[200][:3])])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one.nan_to_num(-9.0), two.nan_to_num(-9.0))
+
+
 @pytest.mark.parametrize(
     "verb",
     [
