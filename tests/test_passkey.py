@@ -49,6 +49,23 @@ def test_the_passkey_is_found(smollm2, tokens, depth):
     assert PASSKEY in tokenizer.decode(answer(model, ids, cache, 7, **SMALL_SHARE)[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096, 7168])
+def test_sparse_finds_what_dense_finds(smollm2, tokens, depth):
+    """As a user asks: generate() reads the prompt, and what comes after it is sparse."""
+    model, tokenizer = smollm2
+    ids = passkey_prompt(tokenizer, tokens, depth)
+    cache = prefill(model, ids)
+    found = {}
+    for name, settings in {"dense": dict(budget=None), "quest": dict(budget=BUDGET), "infllm_v2": SMALL_SHARE}.items():
+        speculate = [False] if name == "dense" else [False, True]
+        serial, *parallel = (answer(model, ids, cache, 7, **{**settings, "speculate": on})[0] for on in speculate)
+        assert all(ids == serial for ids in parallel)
+        found[name] = PASSKEY in tokenizer.decode(serial)
+    assert found["quest"] >= found["dense"] <= found["infllm_v2"]
+
+
 def test_a_key_at_the_beginning_of_7k_tokens_is_found_with_what_is_advised_for_a_small_share(smollm2):
     """Quest in its blocks of 32 loses half of such keys."""
     model, tokenizer = smollm2
