@@ -1,6 +1,7 @@
 """The generated tasks: of the length asked for, solvable from what they hold, the same for the same seed."""
 
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -114,6 +115,14 @@ def test_recall_has_nothing_but_statements():
     assert len({each[:2] for each in body.split("#")[1:-1]}) == len(body.split("#")) - 2  # every key once
 
 
+def test_recall_fits_where_statements_are_of_several_widths():
+    """As of SmolLM2's tokenizer, where one in some tens didn't at 1024 tokens."""
+    pieces = Sentences(lambda text: [ord(word[0]) for word in re.findall(r" ?\w{1,5}", text)])
+    for seed in range(200):
+        found = TASKS["recall"](pieces, random.Random(seed), 256)
+        assert len(found.ids) == 256
+
+
 def test_copying_copies_symbols():
     answer = text(episode("copying").answer_tokens)
     assert len(answer) == 20 and set(answer) <= set(SYMBOLS)
@@ -131,3 +140,24 @@ def test_a_passkey_at_the_end_does_not_touch_the_question(form):
     body = text(episode("passkey", form, depth=1.0).prompt)
     between = body.rpartition("is the pass key.")[2].removesuffix(" What is the pass key? The pass key is")
     assert between.count(".") == 2 and not any(letter.isdigit() for letter in between)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_answer_has_the_tokens_that_it_has_in_its_statement(task):
+    """Also where a tokenizer marks the beginning of each text, as Llama 2's does: 0 here."""
+    marked = Sentences(lambda text: [0, *map(ord, text)])
+    found = TASKS[task](marked, random.Random(1), 8192)
+    start, end = found.answers[-1]
+    told = found.ids[start - 8 : end]  # the question's end and the answer: a letter but 0 is a token
+    body, parts = text(found.ids[: start - 8]), text(told).split("\0")
+    assert len(found.ids) == 8192 and found.ids[start] != 0
+    assert all(part.removesuffix(".") in body for part in parts)
+    assert len(parts) == {"needle_multi_value": 4, "tracking": 4}.get(task, 1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_begins_with_what_the_tokenizer_opens_a_text_with(task):
+    found = TASKS[task](Sentences(SENTENCES.encode, [7, 8]), random.Random(1), 8192)
+    assert found.ids[:2] == [7, 8] and len(found.ids) == 8192
+    bare = TASKS[task](SENTENCES, random.Random(1), 8190)
+    assert found.ids[2:] == bare.ids or task == "recall"  # which has as many keys as fit
