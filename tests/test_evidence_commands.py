@@ -35,19 +35,23 @@ def result(folder):
 def test_eval_writes_every_cell_and_says_whether_prr_is_exact(folder, result):
     assert result.exit_code == 0, result.output
     found = json.loads((folder / "results.json").read_text())
-    assert len(found["cells"]) == 2 * (1 + 2 * 2) == len(list((folder / "cells").iterdir()))
-    assert {cell["budget"] for cell in found["cells"]} == {0, 96, 128}
+    assert len(found["cells"]) == 2 * (2 + 2 * 2) == len(list((folder / "cells").iterdir()))
+    assert {cell["budget"] for cell in found["cells"]} == {0, 64, 96, 128}
     assert "PRR equals serial in all 4 cells: 8 answers, and every logit to the bit" in result.stdout
     assert "tiny:llama, 512 tokens: exact answers" in result.stdout
     rows = {line.strip().rpartition("  ")[0].split("100")[0].strip() for line in result.stdout.splitlines()}
     assert {"dense", "serial quest 96 16", "prr quest 128 16"} <= rows
+    assert "forced 16" in result.stdout
 
 
 def test_eval_draws_accuracy_by_budget_and_depth_by_length(folder, result):
     drawn = {path.name for path in (folder / "plots").iterdir()}
     assert drawn == {
         "tiny_llama-budget.png",
-        *(f"tiny_llama-needle_single-{label}.png" for label in ("dense", "serial-quest-96-16", "serial-quest-1of4-16")),
+        *(
+            f"tiny_llama-needle_single-{label}.png"
+            for label in ("dense", "forced-16", "serial-quest-96-16", "serial-quest-1of4-16")
+        ),
     }
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in drawn)
 
@@ -67,6 +71,23 @@ def test_a_difference_ends_with_1(folder, result):
         cell.write_text(held)
     assert again.exit_code == 1
     assert "PRR DIFFERS from serial in 1 of 4 cells, this is a bug: tiny:llama needle_single 512" in again.stdout
+
+
+def test_eval_says_where_nothing_was_selected_and_nothing_was_drawn(tmp_path):
+    result = call(*EVAL, "--budget", "512", "--block-size", "16", "--no-forced", "--plots", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "all 1 cells: 2 answers, and every logit to the bit; in 1 of them nothing was selected" in " ".join(
+        result.stdout.split()
+    )
+    assert "forced" not in result.stdout
+    assert "nothing drawn: figures need two budgets, or two depths or lengths with --depth" in result.stderr
+
+
+def test_eval_shows_the_environments_that_cells_were_measured_in():
+    here, there = {"threads": 1}, {"threads": 2}
+    cells = [{"environment": here}, {"environment": there}, {}, {"environment": here}]
+    assert eval_tables.environments({"environment": there, "cells": cells}) == [here, there]
+    assert eval_tables.environments({"environment": there, "cells": []}) == [there]
 
 
 def test_eval_in_full_shows_each_part(tmp_path, monkeypatch):
