@@ -237,17 +237,18 @@ def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     from hf_sparse_prr.evidence.making import make
     from hf_sparse_prr.evidence.training import Plan
 
-    def small(*arguments):
+    def small(*arguments, **options):
         overrides = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-        return make(*arguments, measured=(512,), episodes=1, overrides=overrides)
+        return make(*arguments, measured=(512,), overrides=overrides, **options)
 
     monkeypatch.setattr(train_tiny, "make", small)
     monkeypatch.setattr(train_tiny, "Plan", lambda: Plan(lengths=(48,), tokens=512, steps=2, decay=2))
-    options = ["--minutes", 0.02, "--device", "cpu", "--workers", 0, "--output", tmp_path]
+    options = ["--minutes", 0.02, "--episodes", 1, "--device", "cpu", "--workers", 0, "--output", tmp_path]
     result = call("train-tiny", "--family", "llama", *options)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "llama" / "model.safetensors").is_file() and (tmp_path / "llama" / "README.md").is_file()
-    assert all(task in result.stdout for task in TASKS)
+    assert all(task in result.stdout for task in TASKS) and "llama: measuring 512" in result.stderr
+    assert json.loads((tmp_path / "llama" / "training.json").read_text())["episodes"] == 1
     (found,) = json.loads(call("train-tiny", "--family", "llama", *options, "--json").stdout)
     assert found == json.loads((tmp_path / "llama" / "training.json").read_text())
 

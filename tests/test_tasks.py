@@ -117,7 +117,9 @@ def test_recall_has_nothing_but_statements():
 
 def test_recall_fits_where_statements_are_of_several_widths():
     """Where few are wide, the eight that tell how many fit may have none of them. So it is with SmolLM2's tokenizer."""
-    pieces = Sentences(lambda text: [ord(word[0]) for word in re.findall(r"\w+", text.replace("lonely", "l o n e l y"))])
+    pieces = Sentences(
+        lambda text: [ord(word[0]) for word in re.findall(r"\w+", text.replace("lonely", "l o n e l y"))]
+    )
     for seed in range(20):
         found = TASKS["recall"](pieces, random.Random(seed), 512)
         assert len(found.ids) == 512
