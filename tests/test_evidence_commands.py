@@ -1,5 +1,6 @@
 """`eval`, `hit-rates` and `train-tiny` on the command line: what they write and print, and what they refuse."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_sparse_prr.commands import app, eval_tables
@@ -81,6 +83,20 @@ def test_eval_says_where_nothing_was_selected_and_nothing_was_drawn(tmp_path):
     )
     assert "forced" not in result.stdout
     assert "nothing drawn: figures need two budgets, or two depths or lengths with --depth" in result.stderr
+
+
+def test_a_table_of_all_tasks_fits_a_terminal():
+    labels = ["dense", "forced-32", "serial-infllm_v2-512-32", "prr-quest-16384-128"]
+    cells = [
+        {"task": task, "label": label, "accuracy": 1.0, "hit_rate": 0.5, "depth": None}
+        for label in labels
+        for task in TASKS
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(eval_tables.accuracy_table(cells))
+    shown = console.file.getvalue()
+    assert "…" not in shown and shown.count("50.0%") == 4
+    assert {"infllm", "serial", "forced", "16384"} <= set(shown.split())
 
 
 def test_eval_shows_the_environments_that_cells_were_measured_in():

@@ -59,15 +59,19 @@ def accuracy_table(cells: list[dict[str, Any]]) -> Table:
     """A row a setting, a column a task; depths are averaged. Narrow, so that eight tasks fit a terminal."""
     names = list(dict.fromkeys(cell["task"] for cell in cells))
     table = Table(box=SIMPLE, padding=0, collapse_padding=True)
-    labels = [label.replace("-", " ") for label in dict.fromkeys(cell["label"] for cell in cells)]
-    table.add_column("setting", min_width=max(max(map(len, label.split())) for label in labels))
+    words = [word for cell in cells for word in _spaced(cell["label"]).split()]
+    table.add_column("how", min_width=max(map(len, words)))  # wraps between words: what is right of it is cut off
     for name in [*names, "mean", "hit_rate"]:
-        table.add_column(name.replace("needle_", "").replace("_", "\n"), justify="right", min_width=6, no_wrap=True)
+        table.add_column(name.replace("needle_", "").replace("_", "\n"), justify="right", min_width=5, no_wrap=True)
     for label in dict.fromkeys(cell["label"] for cell in cells):
         shares = [_mean(cells, label, task) for task in [*names, None]]
-        row = [percent(share, 1) for share in [*shares, _mean(cells, label, value="hit_rate")]]
-        table.add_row(label.replace("-", " "), *row)
+        row = [percent(share, 1).replace("100.0", "100") for share in [*shares, _mean(cells, label, value="hit_rate")]]
+        table.add_row(_spaced(label), *row)
     return table
+
+
+def _spaced(label: str) -> str:
+    return label.replace("-", " ").replace("_", " ")
 
 
 def text_table(cells: list[dict[str, Any]]) -> Table:
