@@ -248,6 +248,14 @@ def test_hit_rates_refuses_before_a_model_is_read(tmp_path, monkeypatch, option,
     assert refused.exit_code == 2 and words in refused.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("option", [("--budget", "1024"), ("--budget", "1/4", "--dense-layers", "4")])
+def test_hit_rates_refuses_what_selects_nothing(tmp_path, option):
+    options = ["--length", 512, "--steps", 32, "--block-size", 16, "--output", tmp_path / "h.json", *option]
+    refused = call("hit-rates", *options)
+    assert refused.exit_code == 2
+    assert "expected a layer that selects from 544 tokens, got none under" in refused.stderr.replace("\n", " ")
+
+
 def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     from hf_sparse_prr.commands import train_tiny
     from hf_sparse_prr.evidence.making import make
