@@ -10,13 +10,22 @@ import pytest
 import torch
 from commandline import parse
 from models import prompt, tiny, tiny_llama
+from typer.testing import CliRunner
 
 from hf_sparse_prr import SparseConfig, launch_arguments, patches, unpatch_model
+from hf_sparse_prr.commands import app
 from hf_sparse_prr.launch_prompts import PromptFile
 
 pytestmark = pytest.mark.compat
 ROOT = Path(__file__).parents[1]
-RUN = ("concepts", "configuration", "caches", "kernels", "adding", "troubleshooting")  # quality.md: test_docs.py
+RUN = (
+    "concepts",
+    "configuration",
+    "caches",
+    "kernels",
+    "adding",
+    "troubleshooting",
+)  # quality.md: test_docs.py, results.md: below
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.md")]
 PAGES += [*(ROOT / "hub_kernels").glob("*/*.md")]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -40,8 +49,26 @@ def test_a_page_runs_from_top_to_bottom(page, monkeypatch):
     unpatch_model(given["model"])
 
 
+def test_a_trace_is_kept_and_replayed_as_the_page_of_results_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "docs/results.md"
+    (kept,) = (line for block in blocks(path, "bash") for line in block.splitlines() if "--trace" in line)
+    result = CliRunner().invoke(app, shlex.split(kept)[1:])
+    assert result.exit_code == 0, result.output
+    capsys.readouterr()
+    (code,) = blocks(path, "python")
+    exec(compile(code, path.name, "exec"), {})
+    found = json.loads((tmp_path / "hit-rates.json").read_text())["layers"]
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [layer for layer, *_ in told] == list(found)
+    for layer, *rates in told:
+        rule = found[layer]["1.5"]
+        expected = [rule["ema"]["rate"], rule["ema"]["weighted"], rule["last"]["rate"]]
+        assert [float(rate) for rate in rates] == pytest.approx(expected, abs=6e-5)  # the file has four digits
+
+
 def test_every_page_with_python_is_run():
-    ran = {f"{page}.md" for page in RUN} | {"quality.md"}
+    ran = {f"{page}.md" for page in RUN} | {"quality.md", "results.md"}
     assert {path.name for path in (ROOT / "docs").glob("*.md") if blocks(path, "python")} == ran
 
 

@@ -1,5 +1,6 @@
 """An evaluation: cells are right, PRR's are compared with serial's, and a stopped run goes on."""
 
+import json
 import math
 import shutil
 
@@ -10,8 +11,9 @@ from torch.nn.functional import cross_entropy
 from hf_sparse_prr.evidence import cells as measuring
 from hf_sparse_prr.evidence.cells import Case, TaskGroup, TextGroup
 from hf_sparse_prr.evidence.evaluate import Grid, differing, evaluate
-from hf_sparse_prr.evidence.settings import Setting
+from hf_sparse_prr.evidence.settings import MODES, Setting, settings_for
 from hf_sparse_prr.evidence.subjects import Subject, load_subject
+from hf_sparse_prr.evidence.tasks import Sentences
 from hf_sparse_prr.evidence.texts import TEXTS, text_of
 
 SMALL = Grid(
@@ -70,6 +72,74 @@ def test_a_stopped_run_loses_one_cell(found, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(TaskGroup, "run", counted)
     assert evaluate(SMALL, tmp_path / "again")["cells"] == found["cells"]
     assert ran == ["serial"]
+
+
+def test_a_pair_is_of_one_environment(found, folder, tmp_path):
+    """A run that goes on with other threads has other bits of the same sums: PRR is held against a twin of its own."""
+    for gone, kept in (("prr", "serial"), ("serial", "prr")):
+        copied = tmp_path / gone
+        shutil.copytree(folder, copied)
+        (path,) = (copied / "cells").glob(f"*{kept}*")
+        told = json.loads(path.read_text())
+        path.write_text(json.dumps({**told, "environment": {**told["environment"], "threads": 99}, "digest": ["0"]}))
+        next((copied / "cells").glob(f"*{gone}*")).unlink()
+        assert evaluate(SMALL, copied)["cells"] == found["cells"]
+        assert json.loads(path.read_text()) == told
+
+
+def test_cells_of_other_weights_are_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "again")
+    (path,) = (tmp_path / "again" / "cells").glob("*serial*")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "weights": "others"}))
+    with pytest.raises(
+        ValueError, match=r"serial.*json: expected results of the weights that were loaded, got others'"
+    ):
+        evaluate(SMALL, tmp_path / "again")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"serial.*json: expected a cell's results, got none; delete it"):
+        evaluate(SMALL, tmp_path / "again")
+
+
+def test_with_forced_blocks_alone_the_dense_layers_answer_or_nothing_does(tmp_path):
+    """Two dense layers of the tiny models look everything up themselves; with one, what is selected counts."""
+    for dense_layers, expected in ((2, 1.0), (1, 0.0)):
+        grid = Grid(**{**SMALL.__dict__, "dense_layers": dense_layers, "modes": MODES})
+        cells = evaluate(grid, tmp_path / str(dense_layers))["cells"]
+        assert [cell["label"] for cell in cells] == ["dense", "forced-16", "serial-quest-192-16", "prr-quest-192-16"]
+        assert [cell["accuracy"] for cell in cells] == [1.0, expected, 1.0, 1.0]
+        assert cells[1]["selector_calls"] == cells[2]["selector_calls"]
+
+
+def test_a_budget_asked_for_twice_is_one_setting():
+    found = settings_for(False, 4096, ["quest"], ["256", "512", "1/8"], [16], ["dense", "serial", "prr"])
+    assert [setting.budget for setting in found] == [0, 256, 256, 512, 512]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(tasks=("needle_single", "passkey"), lengths=(200,), budgets=("128",)), r"length: expected at least \d+"),
+        (dict(dense_layers=9), "dense_layers: expected at most 4, the model's layers, got 9"),
+        (dict(selectors=("dsa",)), "selector: expected one of quest, infllm_v2, got 'dsa'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_measured(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(TaskGroup, "run", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=message):
+        evaluate(Grid(**{**SMALL.__dict__, **changes}), tmp_path)
+
+
+def test_a_window_has_more_tokens_than_are_scored(reader):
+    with pytest.raises(ValueError, match="text_tokens: expected at most 62 of 64, got 63"):
+        TextGroup(reader, Case("text:typing", 64, None, 1), tokens=63)
+    assert TextGroup(reader, Case("text:typing", 64, None, 1), tokens=62).run(Setting("dense"), quiet)["tokens"] == 62
+
+
+def test_windows_begin_as_the_tokenizer_opens_a_text(reader):
+    form = Sentences(reader.form.encode, [7, 8])
+    group = TextGroup(Subject("opened", reader.model, form, _Letters()), Case("text:typing", 64, None, 2), tokens=8)
+    text = list(text_of("typing").encode())
+    assert [rows.ids.tolist() for rows in group._rows] == [[[7, 8, *text[:62]]], [[7, 8, *text[62:124]]]]
 
 
 def test_the_folder_of_another_run_is_refused(found, folder):

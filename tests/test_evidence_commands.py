@@ -1,5 +1,6 @@
 """`eval`, `hit-rates` and `train-tiny` on the command line: what they write and print, and what they refuse."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_sparse_prr.commands import app, eval_tables
@@ -35,19 +37,23 @@ def result(folder):
 def test_eval_writes_every_cell_and_says_whether_prr_is_exact(folder, result):
     assert result.exit_code == 0, result.output
     found = json.loads((folder / "results.json").read_text())
-    assert len(found["cells"]) == 2 * (1 + 2 * 2) == len(list((folder / "cells").iterdir()))
-    assert {cell["budget"] for cell in found["cells"]} == {0, 96, 128}
+    assert len(found["cells"]) == 2 * (2 + 2 * 2) == len(list((folder / "cells").iterdir()))
+    assert {cell["budget"] for cell in found["cells"]} == {0, 64, 96, 128}
     assert "PRR equals serial in all 4 cells: 8 answers, and every logit to the bit" in result.stdout
     assert "tiny:llama, 512 tokens: exact answers" in result.stdout
     rows = {line.strip().rpartition("  ")[0].split("100")[0].strip() for line in result.stdout.splitlines()}
     assert {"dense", "serial quest 96 16", "prr quest 128 16"} <= rows
+    assert "forced 16" in result.stdout
 
 
 def test_eval_draws_accuracy_by_budget_and_depth_by_length(folder, result):
     drawn = {path.name for path in (folder / "plots").iterdir()}
     assert drawn == {
         "tiny_llama-budget.png",
-        *(f"tiny_llama-needle_single-{label}.png" for label in ("dense", "serial-quest-96-16", "serial-quest-1of4-16")),
+        *(
+            f"tiny_llama-needle_single-{label}.png"
+            for label in ("dense", "forced-16", "serial-quest-96-16", "serial-quest-1of4-16")
+        ),
     }
     assert all((folder / "plots" / name).read_bytes()[:4] == b"\x89PNG" for name in drawn)
 
@@ -67,6 +73,37 @@ def test_a_difference_ends_with_1(folder, result):
         cell.write_text(held)
     assert again.exit_code == 1
     assert "PRR DIFFERS from serial in 1 of 4 cells, this is a bug: tiny:llama needle_single 512" in again.stdout
+
+
+def test_eval_says_where_nothing_was_selected_and_nothing_was_drawn(tmp_path):
+    result = call(*EVAL, "--budget", "512", "--block-size", "16", "--no-forced", "--plots", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "all 1 cells: 2 answers, and every logit to the bit; in 1 of them nothing was selected" in " ".join(
+        result.stdout.split()
+    )
+    assert "forced" not in result.stdout
+    assert "nothing drawn: figures need two budgets, or two depths or lengths with --depth" in result.stderr
+
+
+def test_a_table_of_all_tasks_fits_a_terminal():
+    labels = ["dense", "forced-32", "serial-infllm_v2-512-32", "prr-quest-16384-128"]
+    cells = [
+        {"task": task, "label": label, "accuracy": 1.0, "hit_rate": 0.5, "depth": None}
+        for label in labels
+        for task in TASKS
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(eval_tables.accuracy_table(cells))
+    shown = console.file.getvalue()
+    assert "…" not in shown and shown.count("50.0%") == 4
+    assert {"infllm", "serial", "forced", "16384"} <= set(shown.split())
+
+
+def test_eval_shows_the_environments_that_cells_were_measured_in():
+    here, there = {"threads": 1}, {"threads": 2}
+    cells = [{"environment": here}, {"environment": there}, {}, {"environment": here}]
+    assert eval_tables.environments({"environment": there, "cells": cells}) == [here, there]
+    assert eval_tables.environments({"environment": there, "cells": []}) == [there]
 
 
 def test_eval_in_full_shows_each_part(tmp_path, monkeypatch):
@@ -211,22 +248,31 @@ def test_hit_rates_refuses_before_a_model_is_read(tmp_path, monkeypatch, option,
     assert refused.exit_code == 2 and words in refused.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("option", [("--budget", "1024"), ("--budget", "1/4", "--dense-layers", "4")])
+def test_hit_rates_refuses_what_selects_nothing(tmp_path, option):
+    options = ["--length", 512, "--steps", 32, "--block-size", 16, "--output", tmp_path / "h.json", *option]
+    refused = call("hit-rates", *options)
+    assert refused.exit_code == 2
+    assert "expected a layer that selects from 544 tokens, got none under" in refused.stderr.replace("\n", " ")
+
+
 def test_train_tiny_makes_a_model_in_seconds(tmp_path, monkeypatch):
     from hf_sparse_prr.commands import train_tiny
     from hf_sparse_prr.evidence.making import make
     from hf_sparse_prr.evidence.training import Plan
 
-    def small(*arguments):
+    def small(*arguments, **options):
         overrides = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-        return make(*arguments, measured=(512,), episodes=1, overrides=overrides)
+        return make(*arguments, measured=(512,), overrides=overrides, **options)
 
     monkeypatch.setattr(train_tiny, "make", small)
     monkeypatch.setattr(train_tiny, "Plan", lambda: Plan(lengths=(48,), tokens=512, steps=2, decay=2))
-    options = ["--minutes", 0.02, "--device", "cpu", "--workers", 0, "--output", tmp_path]
+    options = ["--minutes", 0.02, "--episodes", 1, "--device", "cpu", "--workers", 0, "--output", tmp_path]
     result = call("train-tiny", "--family", "llama", *options)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "llama" / "model.safetensors").is_file() and (tmp_path / "llama" / "README.md").is_file()
-    assert all(task in result.stdout for task in TASKS)
+    assert all(task in result.stdout for task in TASKS) and "llama: measuring 512" in result.stderr
+    assert json.loads((tmp_path / "llama" / "training.json").read_text())["episodes"] == 1
     (found,) = json.loads(call("train-tiny", "--family", "llama", *options, "--json").stdout)
     assert found == json.loads((tmp_path / "llama" / "training.json").read_text())
 

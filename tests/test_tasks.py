@@ -1,6 +1,7 @@
 """The generated tasks: of the length asked for, solvable from what they hold, the same for the same seed."""
 
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -114,6 +115,16 @@ def test_recall_has_nothing_but_statements():
     assert len({each[:2] for each in body.split("#")[1:-1]}) == len(body.split("#")) - 2  # every key once
 
 
+def test_recall_fits_where_statements_are_of_several_widths():
+    """Where few are wide, the eight that tell how many fit may have none of them. So it is with SmolLM2's tokenizer."""
+    pieces = Sentences(
+        lambda text: [ord(word[0]) for word in re.findall(r"\w+", text.replace("lonely", "l o n e l y"))]
+    )
+    for seed in range(20):
+        found = TASKS["recall"](pieces, random.Random(seed), 512)
+        assert len(found.ids) == 512
+
+
 def test_copying_copies_symbols():
     answer = text(episode("copying").answer_tokens)
     assert len(answer) == 20 and set(answer) <= set(SYMBOLS)
@@ -131,3 +142,24 @@ def test_a_passkey_at_the_end_does_not_touch_the_question(form):
     body = text(episode("passkey", form, depth=1.0).prompt)
     between = body.rpartition("is the pass key.")[2].removesuffix(" What is the pass key? The pass key is")
     assert between.count(".") == 2 and not any(letter.isdigit() for letter in between)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_answer_has_the_tokens_that_it_has_in_its_statement(task):
+    """Also where a tokenizer marks the beginning of each text, as Llama 2's does: 0 here."""
+    marked = Sentences(lambda text: [0, *map(ord, text)])
+    found = TASKS[task](marked, random.Random(1), 8192)
+    start, end = found.answers[-1]
+    told = found.ids[start - 8 : end]  # the question's end and the answer: a letter but 0 is a token
+    body, parts = text(found.ids[: start - 8]), text(told).split("\0")
+    assert len(found.ids) == 8192 and found.ids[start] != 0
+    assert all(part.removesuffix(".") in body for part in parts)
+    assert len(parts) == {"needle_multi_value": 4, "tracking": 4}.get(task, 1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_prompt_begins_with_what_the_tokenizer_opens_a_text_with(task):
+    found = TASKS[task](Sentences(SENTENCES.encode, [7, 8]), random.Random(1), 8192)
+    assert found.ids[:2] == [7, 8] and len(found.ids) == 8192
+    bare = TASKS[task](SENTENCES, random.Random(1), 8190)
+    assert found.ids[2:] == bare.ids or task == "recall"  # which has as many keys as fit

@@ -34,6 +34,7 @@ from hf_sparse_prr.commands.terminal import (
 from hf_sparse_prr.demo.loading import LoadError
 from hf_sparse_prr.demo.smollm2 import FetchError
 from hf_sparse_prr.evidence.evaluate import Grid, differing
+from hf_sparse_prr.evidence.forced import FORCED
 from hf_sparse_prr.evidence.jobs import run_jobs
 from hf_sparse_prr.evidence.parts import evaluate_parts
 from hf_sparse_prr.evidence.parts import full as parts_of_all
@@ -79,6 +80,9 @@ def evaluate_command(
     speculate: Annotated[
         list[str] | None, typer.Option(help=f"off is serial, on is PRR; {_LIST}.", show_default="off,on")
     ] = None,
+    forced: Annotated[
+        bool, typer.Option(help="Decode with the forced blocks alone as well: what is answered if nothing is selected.")
+    ] = True,
     dense_layers: Annotated[str, typer.Option(help="First layers that stay dense: auto (two) or a number.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="By default float32, on a GPU bfloat16.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
@@ -95,7 +99,8 @@ def evaluate_command(
 ) -> None:
     """Answer retrieval tasks and continue real text with dense, serial sparse and PRR decoding; compare all answers.
 
-    The end of each question and each answer are decoded under the setting; the prompt before is read densely. Run it
+    The end of each question and each answer are decoded under the setting; the prompt before is read densely. "forced"
+    selects nothing: where it answers as well, the dense layers do, and accuracy says nothing of the selector. Run it
     again with the same output to go on where it was stopped. Models with an indexer select by it: budgets and block
     sizes are the others', and "dense" is the stock model.
 
@@ -125,7 +130,11 @@ def evaluate_command(
                 selectors=tuple(words_of("--selector", selector) or ["quest"]),
                 budgets=tuple(words_of("--budget", budget) or ["1/8"]),
                 block_sizes=tuple(numbers_of("--block-size", block_size) or [32]),
-                modes=("dense", *_modes(words_of("--speculate", speculate) or ["off", "on"])),
+                modes=(
+                    "dense",
+                    *((FORCED,) if forced else ()),
+                    *_modes(words_of("--speculate", speculate) or ["off", "on"]),
+                ),
                 dense_layers=int(dense_layers) if dense_layers.isdecimal() else dense_layers,
                 dtype=str(dtype_of(dtype, device)).removeprefix("torch."),
                 device=device,
@@ -158,9 +167,15 @@ def evaluate_command(
         if plots:
             from hf_sparse_prr.commands.eval_plots import draw
 
-            for part in parts:
-                for path in draw(output / "plots" / part, [cell for cell in found["cells"] if cell["part"] == part]):
-                    notes.print(f"drawn: {path}", soft_wrap=True, highlight=False, markup=False)
+            drawn = [
+                path
+                for part in parts
+                for path in draw(output / "plots" / part, [cell for cell in found["cells"] if cell["part"] == part])
+            ]
+            for path in drawn:
+                notes.print(f"drawn: {path}", soft_wrap=True, highlight=False, markup=False)
+            if not drawn:
+                notes.print("nothing drawn: figures need two budgets, or two depths or lengths with --depth")
         if differing(found["cells"])[1]:
             raise CommandError("PRR differs from serial decoding; see above", EXIT_DIFFERENT)
 

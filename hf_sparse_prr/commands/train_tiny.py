@@ -25,6 +25,9 @@ def train_tiny(
     family: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FAMILIES)}; all where none is given.")] = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, at most, a family.")] = 6.0,
     seed: Annotated[int, typer.Option(help="Of the data and the first weights.")] = 0,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Measured of each task and length, an eighth at 16K. On a CPU take few.")
+    ] = 128,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw the data.")] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cuda",
     as_json: Annotated[
@@ -53,7 +56,13 @@ def train_tiny(
                 def tell(progress: Progress, bar: Bar = bar, name: str = name) -> None:
                     bar(f"{name}: {progress.phase}, loss {progress.loss:.3f}", progress.steps, None)
 
-                found = make(name, output / name, minutes, torch.device(device), plan, tell)
+                def measuring(stage: str, done: int, total: int | None, bar: Bar = bar, name: str = name) -> None:
+                    bar(f"{name}: {stage}", done, total)
+
+                place = output / name
+                found = make(
+                    name, place, minutes, torch.device(device), plan, tell, episodes=episodes, measuring=measuring
+                )
             made.append(found)
             if as_json:
                 continue

@@ -86,13 +86,17 @@ class TextGroup:
     def __init__(self, subject: Subject, case: Case, tokens: int) -> None:
         self.case, self.tokens = case, tokens
         ids = subject.encode(text_of(case.task.partition(":")[2]))
-        needed = case.length * case.episodes
+        opening = list(subject.form.opening)
+        fresh = case.length - len(opening)
+        needed = fresh * case.episodes
         if len(ids) < needed:
             raise ValueError(f"{case.task}: expected at most {len(ids)} tokens in all windows, got {needed}")
+        if tokens > fresh - 2:  # one is read before, one is the first that is fed
+            raise ValueError(f"text_tokens: expected at most {max(0, fresh - 2)} of {case.length}, got {tokens}")
         given = torch.zeros(case.length, dtype=torch.bool)
         self._rows = [
-            Rows(subject, torch.tensor([ids[at : at + case.length]]), case.length - tokens - 1, given)
-            for at in range(0, needed, case.length)
+            Rows(subject, torch.tensor([opening + ids[at : at + fresh]]), case.length - tokens - 1, given)
+            for at in range(0, needed, fresh)
         ]
         self._dense: list[torch.Tensor] = []
 

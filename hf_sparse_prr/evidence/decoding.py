@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from hf_sparse_prr import SparseCache, patch_model
 from hf_sparse_prr.dense import without_cudnn
+from hf_sparse_prr.evidence.forced import FORCED, nothing_selected
 from hf_sparse_prr.evidence.settings import Setting
 from hf_sparse_prr.evidence.subjects import Subject
 from hf_sparse_prr.hooks import cache_argument
@@ -77,7 +78,8 @@ class Rows:
             with without_cudnn():  # as patched models do
                 yield None
             return
-        with patch_model(self.subject.model, **setting.overrides(**more)) as handle:
+        known = nothing_selected() if setting.mode == FORCED else nullcontext()
+        with known, patch_model(self.subject.model, **setting.overrides(**more)) as handle:
             yield handle
 
     def _cache(self, setting: Setting) -> Any:

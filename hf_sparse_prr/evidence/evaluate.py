@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import transformers
 from hf_sparse_prr.config import SparseConfig
 from hf_sparse_prr.demo.progress import Progress, silent
 from hf_sparse_prr.evidence.cells import QUESTION, SEED, Case, TaskGroup, TextGroup
+from hf_sparse_prr.evidence.forced import FORCED
 from hf_sparse_prr.evidence.settings import Setting, settings_for
 from hf_sparse_prr.evidence.store import Store
 from hf_sparse_prr.evidence.subjects import Subject, load_subject
 from hf_sparse_prr.evidence.tasks import TASKS
 from hf_sparse_prr.evidence.texts import text_of
+from hf_sparse_prr.selectors import SELECTORS
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,33 @@ def check_case(subject: Subject, case: Case, grid: Grid) -> None:
     if case.length > subject.longest:
         raise ValueError(f"length: expected at most {subject.longest} for {subject.name}, got {case.length}")
     for setting in grid.settings(subject, case.length):
-        if setting.mode != "dense":
-            SparseConfig(**setting.overrides())
+        if setting.mode not in ("dense", FORCED):
+            _check_setting(subject, setting)
+    group_of(subject, case, grid)  # too short a length for a task, too little of a text
+
+
+def _check_setting(subject: Subject, setting: Setting) -> None:
+    layers = subject.model.config.get_text_config(decoder=True).num_hidden_layers
+    if isinstance(setting.dense_layers, int) and setting.dense_layers > layers:
+        raise ValueError(f"dense_layers: expected at most {layers}, the model's layers, got {setting.dense_layers}")
+    if not subject.indexed and setting.selector not in SELECTORS:
+        raise ValueError(f"selector: expected one of {', '.join(SELECTORS)}, got {setting.selector!r}")
+    SparseConfig(**setting.overrides())
+
+
+def group_of(subject: Subject, case: Case, grid: Grid) -> TaskGroup | TextGroup:
+    """What a case is made of; no prompt is read yet."""
+    if case.task.startswith("text:"):
+        return TextGroup(subject, case, grid.text_tokens)
+    return TaskGroup(subject, case)
 
 
 def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Progress) -> list[dict[str, Any]]:
     """A case under all settings. The prompts are read when the first cell is missing."""
     group: TaskGroup | TextGroup | None = None
-    found = []
+    found: list[dict[str, Any]] = []
+    here = environment(grid.device)
+    about = {"environment": here, "weights": subject.fingerprint}
     for setting in grid.settings(subject, case.length):
         key = cell_name(subject, case, setting)
 
@@ -127,13 +149,25 @@ def _group(subject: Subject, case: Case, grid: Grid, store: Store, progress: Pro
             stage = f"{subject.name} {case.label} {setting.label}"
             progress(stage, 0, None)
             if group is None:
-                text = case.task.startswith("text:")
-                group = TextGroup(subject, case, grid.text_tokens) if text else TaskGroup(subject, case)
+                group = group_of(subject, case, grid)
             return group.run(setting, lambda done, total: progress(stage, done, total))
 
-        cell = store.cell(key, measure)
+        cell = store.cell(key, measure, about)
+        if setting.mode == "prr" and found and found[-1]["mode"] == "serial" and _apart(found[-1], cell):
+            # A run that went on elsewhere, or with other threads, where a float32 sum has other bits: no bug of PRR's
+            if cell.get("environment") != here:
+                cell = store.cell(key, measure, about, again=True)
+            if found[-1].get("environment") != here:
+                twin = setting.serial
+                again = store.cell(cell_name(subject, case, twin), partial(measure, twin), about, again=True)
+                found[-1] = {**found[-1], **again}
         found.append({"model": subject.name, **case._asdict(), **setting._asdict(), "label": setting.label, **cell})
     return found
+
+
+def _apart(serial: dict[str, Any], prr: dict[str, Any]) -> bool:
+    """Whether the two were measured in different environments."""
+    return bool(serial.get("environment") != prr.get("environment"))
 
 
 def cell_name(subject: Subject, case: Case, setting: Setting) -> str:

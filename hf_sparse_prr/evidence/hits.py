@@ -88,6 +88,11 @@ def _decode(subject: Subject, ids: list[int], steps: int, setting: Setting) -> t
         stats = rows.decode(setting, ema=DEFAULT_EMA).stats
     assert stats is not None
     sparse = [each["layer"] for each in stats["layers"] if each["selector_calls"]]
+    if not sparse:
+        raise ValueError(
+            f"budget, dense_layers: expected a layer that selects from {len(ids)} tokens, got none under "
+            f"{setting.budget} and {setting.dense_layers!r}"
+        )
     config = SparseConfig(**setting.overrides())
     with patch_model(subject.model, config) as handle:
         free = handle.plans[sparse[0]].free_blocks

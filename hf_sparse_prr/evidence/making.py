@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_sparse_prr.demo.progress import Progress as Shown
+from hf_sparse_prr.demo.progress import silent
 from hf_sparse_prr.evidence.exact import episodes_of, forced_accuracy
 from hf_sparse_prr.evidence.indexer import training
 from hf_sparse_prr.evidence.mixture import WEIGHTS
@@ -36,6 +38,7 @@ def make(
     measured: tuple[int, ...] = MEASURED,
     episodes: int = 64,
     overrides: dict[str, Any] | None = None,
+    measuring: Shown = silent,
 ) -> dict[str, Any]:
     """Train for at most `minutes` and write `folder`: model.safetensors, config.json, README.md, training.json.
 
@@ -61,7 +64,7 @@ def make(
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__,
         "episodes": episodes,
-        "accuracy": measure(model, device, measured, episodes),
+        "accuracy": measure(model, device, measured, episodes, measuring),
         "log": progress.log,
     }
     (folder / "training.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -69,7 +72,9 @@ def make(
     return found
 
 
-def measure(model: Any, device: torch.device, lengths: tuple[int, ...], episodes: int) -> dict[str, dict[str, float]]:
+def measure(
+    model: Any, device: torch.device, lengths: tuple[int, ...], episodes: int, measuring: Shown = silent
+) -> dict[str, dict[str, float]]:
     """Accuracy by length and task: exact answers, with the tasks' default counts, needles anywhere. `episodes` each, an
     eighth of them over 8K. Models with an indexer read what it selects.
     """
@@ -84,18 +89,15 @@ def measure(model: Any, device: torch.device, lengths: tuple[int, ...], episodes
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 return model(input_ids=ids, attention_mask=given, use_cache=False).logits
 
-        return {
-            str(length): {
-                task: forced_accuracy(
-                    logits,
-                    episodes_of(task, Bytes(), length, episodes if length <= 8192 else -(-episodes // 8), _SEED),
-                    device,
-                    rows=max(1, _TOGETHER // length),
-                )
-                for task in TASKS
-            }
-            for length in lengths
-        }
+        found: dict[str, dict[str, float]] = {str(length): {} for length in lengths}
+        for length in lengths:
+            count = episodes if length <= 8192 else -(-episodes // 8)
+            for done, task in enumerate(TASKS):
+                measuring(f"measuring {length}", done, len(TASKS))
+                asked = episodes_of(task, Bytes(), length, count, _SEED)
+                rows = max(1, _TOGETHER // length)
+                found[str(length)][task] = forced_accuracy(logits, asked, device, rows)
+        return found
 
 
 def card(found: dict[str, Any]) -> str:

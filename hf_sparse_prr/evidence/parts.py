@@ -10,6 +10,7 @@ import torch
 
 from hf_sparse_prr.demo.progress import Progress, silent
 from hf_sparse_prr.evidence.evaluate import Grid, cell_name, check_case, environment, evaluate, every
+from hf_sparse_prr.evidence.settings import MODES
 from hf_sparse_prr.evidence.subjects import TINY, Subject, load_subject
 from hf_sparse_prr.evidence.texts import TEXTS
 from hf_sparse_prr.evidence.tiny import tiny_config
@@ -27,7 +28,7 @@ def full(models: tuple[str, ...], device: str = "cpu", dtype: str = "float32") -
 
     64 episodes a task at 4K are 512 answers a setting, so that a point is five answers; 16 at 16K.
     """
-    place: dict[str, Any] = dict(device=device, dtype=dtype)
+    place: dict[str, Any] = dict(device=device, dtype=dtype, modes=MODES)
     tiny = tuple(name for name in models if name.startswith(TINY))
     others = tuple(name for name in models if name not in tiny)
     found: dict[str, Grid] = {}

@@ -1,10 +1,14 @@
-"""How a model decodes in an evaluation, as data: dense, serial sparse or PRR, by selector, budget and block size."""
+"""How a model decodes in an evaluation, as data: dense, forced blocks alone, serial sparse or PRR, by selector, budget
+and block size."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-MODES = ("dense", "serial", "prr")
+from hf_sparse_prr.config import SparseConfig
+from hf_sparse_prr.evidence.forced import FORCED
+
+MODES = ("dense", FORCED, "serial", "prr")
 
 
 class Setting(NamedTuple):
@@ -23,6 +27,8 @@ class Setting(NamedTuple):
         """Distinct within an evaluation, and part of a file's name."""
         if self.mode == "dense":
             return "dense"
+        if self.mode == FORCED:
+            return f"{FORCED}-{self.block_size}"
         if self.selector == "dsa":
             return f"{self.mode}-dsa"
         return f"{self.mode}-{self.selector}-{self.budget}-{self.block_size}"
@@ -49,20 +55,27 @@ def settings_for(
     modes: list[str],
     dense_layers: int | str = "auto",
 ) -> list[Setting]:
-    """Dense first, then every combination, PRR right after its serial twin. A model with an indexer has but one.
+    """Dense first, forced blocks alone, then every combination, each once, PRR right after its serial twin. A model
+    with an indexer has but one, and no forced blocks.
 
     budgets: tokens, "512", or shares of the length, "1/8".
     """
     found = [Setting("dense")] if "dense" in modes else []
-    sparse = [mode for mode in MODES[1:] if mode in modes]
+    sparse = [mode for mode in ("serial", "prr") if mode in modes]
     if indexed:
         return found + [Setting(mode, "dsa") for mode in sparse]
+    if FORCED in modes:  # under the smallest budget there is, for nothing but forced blocks is read of it
+        least = SparseConfig().forced_blocks + 1
+        found += [Setting(FORCED, FORCED, least * size, size, dense_layers) for size in block_sizes]
     for selector in selectors:
         for text in budgets:
             for size in block_sizes:
                 chosen = (selector, budget_of(text, length), size, dense_layers, text)
                 found += [Setting(mode, *chosen) for mode in sparse]
-    return list(dict.fromkeys(found))
+    unique: dict[str, Setting] = {}
+    for setting in found:  # 512 tokens and 1/8 of 4096 are one
+        unique.setdefault(setting.label, setting)
+    return list(unique.values())
 
 
 def budget_of(text: str, length: int) -> int:

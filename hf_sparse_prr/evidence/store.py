@@ -34,14 +34,30 @@ class Store:
                 f"{self._asked[name]!r}; name another folder, or delete {self.folder}"
             )
 
-    def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The cell's results: read where they are there, else measured and kept."""
+    def cell(
+        self, name: str, measure: Callable[[], dict[str, Any]], about: dict[str, Any], again: bool = False
+    ) -> dict[str, Any]:
+        """The cell's results: read where they are there, else measured and kept, with what it says `about` them.
+
+        again: measured, whatever is there.
+
+        Raises:
+            ValueError: what is there is no cell, or one of other weights than it says about them.
+        """
         path = self.path(name)
-        if not path.is_file():
+        if again or not path.is_file():
             found = measure()
             self._check()  # again: another run may have begun in the folder meanwhile
-            write(path, found)
-        return read(path)
+            write(path, {**found, **about})
+        found = read(path)
+        if "digest" not in found:
+            raise ValueError(f"{path}: expected a cell's results, got none; delete it")
+        if found.get("weights", about["weights"]) != about["weights"]:
+            raise ValueError(
+                f"{path}: expected results of the weights that were loaded, got others'; name another output, or "
+                f"delete {self.folder}"
+            )
+        return found
 
     def path(self, name: str) -> Path:
         """Of a cell's file."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from hf_sparse_prr.demo.loading import load_model
 from hf_sparse_prr.demo.progress import Progress, silent
 from hf_sparse_prr.demo.smollm2 import ensure_smollm2
 from hf_sparse_prr.evidence.tasks import Bytes, Form, Sentences
-from hf_sparse_prr.evidence.tiny import load_tiny
+from hf_sparse_prr.evidence.tiny import load_folder, load_tiny, of_bytes
 from hf_sparse_prr.indexed import indexer_of
 
 if TYPE_CHECKING:
@@ -41,6 +43,15 @@ class Subject:
         """Tokens that it was made for."""
         return int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the weights: some of each tensor, so that a model trained again, under the same name, is another."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            few = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)]
+            digest.update(f"{name} {list(tensor.shape)}".encode() + few.float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def encode(self, text: str) -> list[int]:
         """Ids, without special tokens."""
         return self.form.encode(text)
@@ -49,7 +60,8 @@ class Subject:
 def load_subject(
     name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", progress: Progress = silent
 ) -> Subject:
-    """`tiny:llama` and the like, `smollm2`, or the path of a model folder or GGUF file.
+    """`tiny:llama` and the like, `smollm2`, or the path of a model folder or GGUF file. A folder as `train-tiny` writes
+    it, without a tokenizer and with 256 tokens, is read in bytes.
 
     Raises:
         ValueError: no such tiny model.  LoadError: the path holds no model.  FetchError: SmolLM2 can't be had.
@@ -58,6 +70,9 @@ def load_subject(
         tiny: Any = load_tiny(name[len(TINY) :])
         tiny.to(device=torch.device(device), dtype=dtype)
         return Subject(name, tiny, Bytes(), None)
+    if name != SMOLLM2 and of_bytes(Path(name)):
+        trained: Any = load_folder(Path(name))
+        return Subject(name, trained.to(device=torch.device(device), dtype=dtype), Bytes(), None)
     model, tokenizer = load_model(ensure_smollm2(progress) if name == SMOLLM2 else Path(name), dtype)
 
     def encode(text: str) -> list[int]:
@@ -65,4 +80,11 @@ def load_subject(
         return ids
 
     placed: Any = model
-    return Subject(name, placed.to(torch.device(device)), Sentences(encode), tokenizer)
+    return Subject(name, placed.to(torch.device(device)), Sentences(encode, _opening(tokenizer)), tokenizer)
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """The special tokens before a text; models that were trained with them lose much without."""
+    bare, whole = tokenizer("a", add_special_tokens=False).input_ids, list(tokenizer("a").input_ids)
+    starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+    return whole[: starts[0]] if starts else []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_sparse_prr.demo.loading import no_foreign_bars
+from hf_sparse_prr.demo.loading import LoadError, no_foreign_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -88,13 +89,32 @@ def trained() -> tuple[str, ...]:
 
 def load_tiny(family: str) -> PreTrainedModel:
     """The trained model of a family, from the package, in float32. ValueError for one whose weights aren't there."""
-    from transformers import AutoModelForCausalLM
-
     if family not in trained():
         raise ValueError(f"family: expected one of {', '.join(trained())}, got {family!r}")
-    folder = _MODELS / family
+    return load_folder(_MODELS / family)
+
+
+def of_bytes(folder: Path) -> bool:
+    """Whether a folder holds a model as `train-tiny` writes it: 256 tokens, no tokenizer."""
+    config = folder / "config.json"
+    if not config.is_file() or any(folder.glob("*token*")) or any(folder.glob("vocab*")):
+        return False
+    try:
+        found = json.loads(config.read_text())
+    except ValueError:
+        return False  # who loads it says so
+    return isinstance(found, dict) and found.get("vocab_size") == VOCABULARY
+
+
+def load_folder(folder: Path) -> PreTrainedModel:
+    """The model of a folder, in float32, without a tokenizer. LoadError where there is none."""
+    from transformers import AutoModelForCausalLM
+
     with no_foreign_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        )
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise LoadError(f"{folder}: transformers could not load it: {error}") from error
     return model.eval()

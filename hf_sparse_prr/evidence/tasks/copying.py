@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hf_sparse_prr.evidence.tasks.episode import Episode, Exchange, Piece, assemble, depths
+from hf_sparse_prr.evidence.tasks.episode import Episode, Piece, assemble, depths, exchange
 from hf_sparse_prr.evidence.tasks.forms import Form
 
 
@@ -27,5 +27,5 @@ def copying(
         pieces.append(Piece(form.encode(text), at[span], span == queries - 1))
         if span < queries:
             question = form.begin_span + "".join(symbols[:given])
-            exchanges.append(Exchange(form.encode(question), form.encode(text[len(question) :])))
-    return assemble(length, [], pieces, exchanges, form.hay(rng))
+            exchanges.append(exchange(form, question, text))
+    return assemble(length, form.opening, pieces, exchanges, form.hay(rng))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hf_sparse_prr.evidence.tasks.forms import Form
 
 
 class Episode(NamedTuple):
@@ -44,9 +47,19 @@ class Exchange(NamedTuple):
     answer: list[int]
 
 
+def exchange(form: Form, question: str, *statements: str) -> Exchange:
+    """What is asked for are the statements, of which the first begins with the question. The answer has the tokens that
+    it has in them: " 48213" by itself begins with others where a tokenizer marks the beginning of a text."""
+    asked, whole = form.encode(question), [token for text in statements for token in form.encode(text)]
+    same = 0
+    while same < min(len(asked), len(whole) - 1) and asked[same] == whole[same]:
+        same += 1
+    return Exchange(whole[:same], whole[same:])
+
+
 def assemble(
     length: int,
-    head: list[int],
+    head: Sequence[int],
     pieces: Sequence[Piece],
     exchanges: Sequence[Exchange],
     hay: Iterator[list[int]],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 SYMBOLS = string.ascii_letters + string.digits
@@ -30,6 +30,7 @@ _SENTENCES = (
 class Form(Protocol):
     """Text in, tokens out. All that is random comes from the generator that is handed in."""
 
+    opening: Sequence[int]  # what every prompt begins with
     end: str  # of a statement
     most_keys: int
     begin_span: str
@@ -61,6 +62,7 @@ class Form(Protocol):
 class Bytes:
     """Tokens are bytes. `#ab=cd`: ab is cd. `#ab=1cd`: its first value. `#ab>ef`: ef takes it over. `[xyz`: a span."""
 
+    opening: Sequence[int] = ()
     end = ""
     begin_span = "["
     most_keys = len(SYMBOLS) ** 2
@@ -104,9 +106,9 @@ class Sentences:
     begin_span = " The list reads:"
     most_keys = len(_ADJECTIVES) * len(_NOUNS)
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        """encode: text to ids, without special tokens."""
-        self.encode = encode
+    def __init__(self, encode: Callable[[str], list[int]], opening: Sequence[int] = ()) -> None:
+        """encode: text to ids, without special tokens.  opening: those that the tokenizer opens a text with."""
+        self.encode, self.opening = encode, opening
 
     def keys(self, rng: random.Random, count: int) -> list[str]:
         picked = _draw(rng, self.most_keys, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hf_sparse_prr.evidence.tasks.episode import Episode, Exchange, Piece, assemble, depths
+from hf_sparse_prr.evidence.tasks.episode import Episode, Piece, assemble, depths, exchange
 from hf_sparse_prr.evidence.tasks.forms import Form
 
 
@@ -49,9 +49,8 @@ def needle_multi_value(
         statements = [form.numbered(key, index) + form.value(rng) + form.end for index in range(1, values + 1)]
         at = depths(rng, values, 0, depth if last else None)
         pieces += [Piece(form.encode(text), place, last) for text, place in zip(statements, at, strict=True)]
-        question = form.numbered(key, 1)
-        exchanges.append(_exchange(form, question, "".join(statements)[len(question) :]))
-    return assemble(length, [], pieces, exchanges, form.hay(rng))
+        exchanges.append(exchange(form, form.numbered(key, 1), *statements))
+    return assemble(length, form.opening, pieces, exchanges, form.hay(rng))
 
 
 def _needles(
@@ -65,9 +64,6 @@ def _needles(
         Piece(form.encode(form.question(key) + value + form.end), place, index == first)
         for index, ((key, value), place) in enumerate(zip(chosen, at, strict=True))
     ]
-    exchanges = [_exchange(form, form.question(chosen[index][0]), chosen[index][1] + form.end) for index in asked]
-    return assemble(length, [], pieces, exchanges, form.hay(rng), scored)
-
-
-def _exchange(form: Form, question: str, answer: str) -> Exchange:
-    return Exchange(form.encode(question), form.encode(answer))
+    questions = [(form.question(chosen[index][0]), chosen[index][1]) for index in asked]
+    exchanges = [exchange(form, question, question + value + form.end) for question, value in questions]
+    return assemble(length, form.opening, pieces, exchanges, form.hay(rng), scored)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from hf_sparse_prr.demo.passkey import INTRODUCTION, KEY_SENTENCES, QUESTION, island
-from hf_sparse_prr.evidence.tasks.episode import Episode, Exchange, Piece, assemble, depths
+from hf_sparse_prr.evidence.tasks.episode import Episode, Piece, assemble, depths, exchange
 from hf_sparse_prr.evidence.tasks.forms import Form
 
 
@@ -18,9 +18,9 @@ def passkey(form: Form, rng: random.Random, length: int, depth: float | None = N
     """
     key = f"{rng.randrange(10000, 100000)}"
     piece = Piece(form.encode(KEY_SENTENCES.format(passkey=key)), depths(rng, 1, 0, depth)[0], True)
-    exchange = Exchange(form.encode(QUESTION), form.encode(f" {key}"))
+    asked = exchange(form, QUESTION, f"{QUESTION} {key}")
     apart = 0 if depth is None else 2
-    return assemble(length, form.encode(INTRODUCTION), [piece], [exchange], _walk(form), apart=apart)
+    return assemble(length, [*form.opening, *form.encode(INTRODUCTION)], [piece], [asked], _walk(form), apart=apart)
 
 
 def _walk(form: Form) -> Iterator[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from hf_sparse_prr.evidence.tasks.episode import Episode, Exchange, Piece, assemble, depths
+from hf_sparse_prr.evidence.tasks.episode import Episode, Piece, assemble, depths, exchange
 from hf_sparse_prr.evidence.tasks.forms import Form
 
 
@@ -32,6 +32,5 @@ def tracking(
         at = [at[0], *sorted(at[0] + (1.0 - at[0]) * each for each in at[1:])] if last and depth else sorted(at)
         pieces += [Piece(form.encode(text), place, last) for text, place in zip(links, at, strict=True)]
         if chain < queries:
-            question = form.link(held[0])
-            exchanges.append(Exchange(form.encode(question), form.encode("".join(links)[len(question) :])))
-    return assemble(length, [], pieces, exchanges, form.hay(rng))
+            exchanges.append(exchange(form, form.link(held[0]), *links))
+    return assemble(length, form.opening, pieces, exchanges, form.hay(rng))
