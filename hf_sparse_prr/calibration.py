@@ -57,10 +57,11 @@ def prompt_scores(
     many = max(1, _HELD // max(1, layer.summaries[0][0].numel()))
     for row in range(len(start)):  # its queries are a batch, whose summaries are the same
         parts = []
-        for asked, *ends in zip(*(each[:, row].split(many) for each in (queries, last, length)), strict=True):
-            held = tuple(each[row].expand(len(asked), *each.shape[1:]) for each in layer.summaries)
-            scope = Scope(plan.sink_blocks, *(end.contiguous() for end in ends), scale)
-            parts.append(selector.checked_scores(kernels, asked, held, scope, plan))
+        for begin in range(0, len(queries), many):
+            some = slice(begin, begin + many), row
+            held = tuple(each[row].expand(len(queries[some]), *each.shape[1:]) for each in layer.summaries)
+            scope = Scope(plan.sink_blocks, last[some].contiguous(), length[some].contiguous(), scale)
+            parts.append(selector.checked_scores(kernels, queries[some], held, scope, plan))
         scores.append(torch.cat(parts))
     return torch.stack(scores, dim=1)
 
