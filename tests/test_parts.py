@@ -20,7 +20,7 @@ def test_everything_of_tiny_models_covers_each_choice():
     for part, length, episodes in (("4K", 4096, 64), ("16K", 16384, 16)):
         grid = parts[part]
         assert grid.tasks == tuple(TASKS) and grid.lengths == (length,) and grid.episodes == episodes
-        assert grid.selectors == ("quest", "infllm_v2") and grid.modes == ("dense", "serial", "prr")
+        assert grid.selectors == ("quest", "infllm_v2") and grid.modes == ("dense", "forced", "serial", "prr")
         assert set(grid.budgets) == {"1/16", "1/8", "1/4"} and set(grid.block_sizes) == {16, 32, 64}
     assert len(parts["depth"].depths) == 5 and len(parts["depth"].lengths) == 3
     assert parts["all-layers"].dense_layers == 0
