@@ -8,9 +8,10 @@ from hf_sparse_prr.evidence.settings import MODES, Setting, budget_of, settings_
 
 def test_dense_comes_first_and_prr_after_its_twin():
     found = settings_for(False, 4096, ["quest", "infllm_v2"], ["1/8", "1024"], [32, 64], list(MODES))
-    assert found[0] == Setting("dense") and len(found) == 1 + 2 * 2 * 2 * 2
-    assert {each.budget for each in found[1:]} == {512, 1024}
-    for serial, prr in zip(found[1::2], found[2::2], strict=True):
+    assert found[0] == Setting("dense") and [each.mode for each in found[1:3]] == ["forced"] * 2
+    assert [each.block_size for each in found[1:3]] == [32, 64]
+    assert {each.budget for each in found[3:]} == {512, 1024} and len(found) == 3 + 2 * 2 * 2 * 2
+    for serial, prr in zip(found[3::2], found[4::2], strict=True):
         assert (serial.mode, prr.mode) == ("serial", "prr") and prr.serial == serial
     assert len({each.label for each in found}) == len(found)
 
